@@ -1,0 +1,114 @@
+"""Typed, frozen configuration: TOML in, dotted overrides on top, resolved JSON out. Imports no torch."""
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+
+class Config(BaseModel):
+    """Base of every configuration table: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), validate_default=True)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], origin: str = "config") -> Self:
+        """Validate `values`; a ValueError lists every bad field with its value and, for unknown keys, the nearest name."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            lines = [_describe(cls, problem) for problem in error.errors(include_url=False)]
+            raise ValueError(f"{origin}: " + "; ".join(lines)) from None
+
+    @classmethod
+    def from_toml(cls, path: str | Path, overrides: Iterable[str] = ()) -> Self:
+        """Read `path`, apply `a.b=value` overrides (values in TOML syntax; bare words are strings), validate."""
+        path = Path(path)
+        if not path.is_file():
+            raise ValueError(f"config file {str(path)!r} does not exist; pass the path of a TOML file")
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{path}: not valid TOML: {error}") from None
+        return cls.from_mapping(apply_overrides(values, overrides), origin=str(path))
+
+    def to_json(self) -> str:
+        return json.dumps(self.model_dump(mode="json"), indent=2, sort_keys=True)
+
+    def updated(self, changes: Mapping[str, Any]) -> Self:
+        """A validated copy with dotted paths replaced: `config.updated({"optim.learning_rate": 1e-4})`."""
+        values = self.model_dump(mode="python")
+        for path, value in changes.items():
+            _assign(values, path, value)
+        return type(self).from_mapping(values)
+
+
+def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """`values` with each `a.b=value` assigned; refuses a malformed override."""
+    values = json.loads(json.dumps(values, default=str))
+    for override in overrides:
+        path, separator, text = override.removeprefix("--").partition("=")
+        if not separator or not path:
+            raise ValueError(f"override {override!r} is not of the form --table.field=value")
+        _assign(values, path.replace("-", "_"), _parse_value(text))
+    return values
+
+
+def write_text_atomically(path: str | Path, text: str) -> None:
+    """Write to a temporary name in the same folder, then rename: a reader never sees half a file."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _assign(values: dict[str, Any], path: str, value: Any) -> None:
+    *tables, field = path.split(".")
+    for table in tables:
+        values = values.setdefault(table, {})
+        if not isinstance(values, dict):
+            raise ValueError(f"override {path!r}: {table!r} is not a table")
+    values[field] = value
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _describe(cls: type[Config], problem: Any) -> str:
+    location = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] != "extra_forbidden":
+        return f"{location or cls.__name__} = {problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}"
+    known = _known_fields(cls, problem["loc"][:-1])
+    near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+    return f"unknown key {location!r}; {hint}"
+
+
+def _known_fields(cls: type[Config], location: Iterable[Any]) -> list[str]:
+    current: Any = cls
+    for part in location:
+        field = getattr(current, "model_fields", {}).get(part)
+        candidates = _config_types(field.annotation) if field else _config_types(current, str(part))
+        if not candidates:
+            return []
+        current = candidates[0]
+    return sorted(getattr(current, "model_fields", {}))
+
+
+def _config_types(annotation: Any, tag: str | None = None) -> list[Any]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    found = [kind for argument in getattr(annotation, "__args__", ()) for kind in _config_types(argument)]
+    if tag is None:
+        return found
+    return [kind for kind in found if getattr(kind.model_fields.get("name"), "default", None) == tag] or found

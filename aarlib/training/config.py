@@ -1,0 +1,153 @@
+"""The run configuration: one TOML per run. Imports no torch.
+
+A run file may name several methods (`[method.sft]`, `[method.aar]`, ...) and several seeds; every (method, seed) pair is one
+training, all on the same rows in the same order, inside one worker group.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from aarlib.aar.config import AARConfig, RouterSFTConfig
+from aarlib.config import Config
+
+MethodConfig = Annotated[RouterSFTConfig | AARConfig, Field(discriminator="name")]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class ModelConfig(Config):
+    name: str = "nano"
+    """`nano`, a Hugging Face hub id, or a local folder."""
+    revision: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the frozen base; routing parameters are float32 always."""
+    experts_implementation: Literal["eager", "grouped_mm", "batched_mm"] = "grouped_mm"
+    geometry: Path | None = None
+    """A config.json with the model's geometry, used by --dry-run where the hub is not reached; relative to the config file."""
+    chat_template: Path | None = None
+    """A Jinja file that replaces the tokenizer's own template; relative to the config file."""
+
+
+class DataConfig(Config):
+    train: tuple[str, ...]
+    """Globs or URIs of parquet / JSONL(.gz) conversations, shards made by `prepare`, or `nano:<split>` of the bundled world."""
+    hub: str | None = None
+    """Hugging Face dataset id that `prepare` ingests into the folder of `train`."""
+    sample: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Share of the rows kept, by a stable hash of the row: the same rows for every seed and machine."""
+    held_out: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
+    """Share of the kept rows never trained on and evaluated at the end, by a stable hash of the row."""
+    max_held_out: int | None = Field(default=None, ge=2)
+    """At most this many held-out rows are evaluated (the first by hash)."""
+    sequence_length: int = Field(default=512, ge=4)
+    on_bad_row: Literal["error", "skip"] = "error"
+    """A row that is no conversation: stop with file and line, or skip it and count."""
+
+
+class OptimConfig(Config):
+    learning_rate: float = Field(default=1e-4, gt=0)
+    global_batch: int = Field(default=1024, ge=1)
+    """Rows per optimizer step, over all workers."""
+    micro_batch: int = Field(default=8, ge=1)
+    """Rows per forward of one worker."""
+    epochs: int = Field(default=1, ge=1)
+    max_steps: int | None = Field(default=None, ge=1)
+    warmup_ratio: Fraction = 0.03
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Not in the paper; ours."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Not in the paper; ours."""
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    """Not in the paper; ours."""
+    activation_checkpointing: bool = False
+    log_every: int = Field(default=10, ge=1)
+
+
+class RayConfig(Config):
+    num_workers: int = Field(default=2, ge=1)
+    use_gpu: bool = False
+    cpus_per_worker: float = Field(default=1, gt=0)
+    threads_per_worker: int = Field(default=1, ge=1)
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    address: str | None = None
+    """Ray address; None starts a local Ray, or joins the one that `ray job submit` provides."""
+    storage: str = "runs"
+    """Folder (local or shared) or URI under which run directories are made."""
+    max_failures: int = Field(default=1, ge=0)
+
+
+class TrackingConfig(Config):
+    experiment: str = "aarlib"
+    uri: str | None = None
+    """MLflow tracking URI; None is a sqlite file beside the runs."""
+    run_name: str | None = None
+
+
+class EvaluateConfig(Config):
+    tasks: tuple[str, ...] = ()
+    """lm-eval task names, run for the untouched model and every adapter."""
+    include_path: Path | None = None
+    """A folder of further lm-eval task YAMLs; relative to the config file."""
+    limit: int | None = Field(default=None, ge=1)
+    num_fewshot: int | None = Field(default=None, ge=0)
+    batch_size: int = Field(default=16, ge=1)
+    apply_chat_template: bool = False
+    num_actors: int = Field(default=2, ge=1)
+    gpus_per_actor: float = Field(default=0, ge=0)
+    max_gen_toks: int | None = Field(default=None, ge=1)
+
+
+class Run(NamedTuple):
+    """One training: a label, its method and its seed. `name` is its folder."""
+
+    label: str
+    method: RouterSFTConfig | AARConfig
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.label}-seed{self.seed}"
+
+
+class RunConfig(Config):
+    name: str
+    """Run directory under ray.storage."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig
+    method: dict[str, MethodConfig]
+    seeds: tuple[int, ...] = (0,)
+    """Initialisation and data order."""
+    optim: OptimConfig = OptimConfig()
+    ray: RayConfig = RayConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+
+    @field_validator("method")
+    @classmethod
+    def _method(cls, method: dict[str, MethodConfig]) -> dict[str, MethodConfig]:
+        if not method:
+            raise ValueError("no method given; add a table such as [method.aar]")
+        for label in method:
+            if not label.replace("_", "").replace("-", "").isalnum() or label == "untouched":
+                raise ValueError(f"label {label!r} must be letters, digits, - and _, and not 'untouched'")
+        return method
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for label, method in self.method.items():
+            window = getattr(method, "window", 0)
+            if window > self.data.sequence_length:
+                raise ValueError(
+                    f"method.{label}.window = {window} is longer than data.sequence_length = {self.data.sequence_length}; "
+                    "shorten the window or lengthen the sequence"
+                )
+        per_round = self.optim.micro_batch * self.ray.num_workers
+        if self.optim.global_batch % per_round:
+            raise ValueError(
+                f"optim.global_batch = {self.optim.global_batch} is not a multiple of optim.micro_batch x ray.num_workers = {per_round}"
+            )
+        return self
+
+    def runs(self) -> list[Run]:
+        return [Run(label, method, seed) for seed in self.seeds for label, method in self.method.items()]
