@@ -1,0 +1,1 @@
+"""One thin verb a file: `python -m pipelines.<verb> CONFIG`."""
