@@ -1,0 +1,121 @@
+"""Finds the parts of a model that aarlib touches, by the family table, and checks that they are what the table says."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from aarlib.moe.families import Family, family_of
+
+
+class LayerAnatomy(NamedTuple):
+    """One decoder layer. `attention` is None where there are no attention weights; the MoE parts are None on a dense layer."""
+
+    index: int
+    layer: nn.Module
+    attention: nn.Module | None
+    linear_attention: nn.Module | None
+    attention_norm: nn.Module
+    moe_norm: nn.Module
+    block: nn.Module | None
+    router: nn.Module | None
+    experts: nn.Module | None
+    shared_expert: nn.Module | None
+    shared_expert_gate: nn.Module | None
+
+
+class Anatomy(NamedTuple):
+    family: Family
+    config: Any
+    decoder: nn.Module
+    layers: tuple[LayerAnatomy, ...]
+    hidden_size: int
+    num_experts: int
+    top_k: int
+    renormalises: bool
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        return tuple(layer.index for layer in self.layers if layer.router is not None)
+
+    @property
+    def aar_layers(self) -> tuple[int, ...]:
+        """MoE layers whose attention has weights: where AAR can be attached."""
+        return tuple(layer.index for layer in self.layers if layer.router is not None and layer.attention is not None)
+
+    def moe_layer(self, index: int) -> LayerAnatomy:
+        """The layer at `index`; a ValueError names the MoE layers where it has no router."""
+        if index not in self.moe_layers:
+            raise ValueError(
+                f"layers: layer {index} has no router; MoE layers of this model: {_ranges(self.moe_layers)}"
+            )
+        return self.layers[index]
+
+
+def anatomy(model: nn.Module, family: Family | None = None) -> Anatomy:
+    """Locate layers, routers, experts, attention and norms of a Hugging Face causal MoE model.
+
+    `family` is a row of your own for a family that is not in the table. Raises ValueError on an unknown family, or where the
+    model does not have what its row says.
+    """
+    model_config: Any = model.config
+    config = model_config.get_text_config()
+    family = family or family_of(config.model_type)
+    decoder = model.get_decoder()  # pyright: ignore[reportCallIssue]
+    layers = tuple(_layer_anatomy(index, layer, family) for index, layer in enumerate(decoder.layers))
+    routers = [layer.router for layer in layers if layer.router is not None]
+    if not routers:
+        raise ValueError(f"no decoder layer of this {config.model_type} model has a router at {family.block}.{family.router}")
+    num_experts, hidden_size = (int(size) for size in _shape(routers[0].weight))
+    if hidden_size != config.hidden_size:
+        raise ValueError(f"router weight is [{num_experts}, {hidden_size}], but hidden_size = {config.hidden_size}")
+    top_k = int(config.num_experts_per_tok)
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"num_experts_per_tok = {top_k} with {num_experts} experts; the config and the weights disagree")
+    renormalises = family.renormalises == "always" or (
+        family.renormalises == "config" and bool(getattr(config, "norm_topk_prob", False))
+    )
+    return Anatomy(family, config, decoder, layers, hidden_size, num_experts, top_k, renormalises)
+
+
+def _layer_anatomy(index: int, layer: nn.Module, family: Family) -> LayerAnatomy:
+    block = getattr(layer, family.block, None)
+    router = getattr(block, family.router, None)
+    # Dense layers of Qwen-like MLPs have a `gate_proj`, never a module at the router's name with a [E, D] weight.
+    is_moe = isinstance(router, nn.Module) and isinstance(getattr(block, family.experts, None), nn.Module)
+    if not is_moe:
+        block = router = None
+    elif family.router_bias is not None and getattr(router, family.router_bias, None) is None:
+        raise ValueError(f"layer {index}: the router has no parameter {family.router_bias!r} that its family row names")
+
+    def part(owner: nn.Module | None, name: str | None) -> Any:
+        return getattr(owner, name, None) if owner is not None and name is not None else None
+
+    attention, linear = part(layer, family.attention), part(layer, family.linear_attention)
+    if attention is None and linear is None:
+        raise ValueError(f"layer {index} has no attention module at {family.attention!r}")
+    attention_norm, moe_norm = part(layer, family.attention_norm), part(layer, family.moe_norm)
+    if attention_norm is None or moe_norm is None:
+        raise ValueError(f"layer {index} lacks norm {family.attention_norm!r} or {family.moe_norm!r}")
+    return LayerAnatomy(
+        index,
+        layer,
+        attention,
+        linear,
+        attention_norm,
+        moe_norm,
+        block,
+        router,
+        part(block, family.experts),
+        part(block, family.shared_expert),
+        part(block, family.shared_expert_gate),
+    )
+
+
+def _shape(weight: torch.Tensor) -> tuple[int, ...]:
+    """The whole shape of a parameter, also where ZeRO-3 holds only a part of it."""
+    return tuple(getattr(weight, "ds_shape", weight.shape))
+
+
+def _ranges(layers: tuple[int, ...]) -> str:
+    return ", ".join(str(layer) for layer in layers) or "none"
