@@ -1,0 +1,141 @@
+"""Attach trained routers to a frozen model, and take them away again. The model's own tensors are never written."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aarlib.aar.config import AARConfig, RouterSFTConfig
+from aarlib.aar.router import AttentionAwareRouter
+from aarlib.moe.anatomy import Anatomy, LayerAnatomy, anatomy
+from aarlib.moe.attention import CaptureRequest, capture_attention
+from aarlib.moe.dispatch import Selector
+from aarlib.moe.families import Family
+from aarlib.moe.patching import Rank, has_wrapper, wrap_forward
+
+
+class RoutingHandle:
+    """What attach_aar returns: owns the trained float32 parameters and the patches that put them to work.
+
+    `routers` maps a layer index to its router, `module` holds all of them (for an optimizer or an engine), `enabled` switches
+    the model between patched and stock, bit for bit; `detach()` gives the stock model back for good.
+    """
+
+    def __init__(self, parts: Anatomy, config: AARConfig | RouterSFTConfig, routers: dict[int, AttentionAwareRouter]) -> None:
+        self.config = config
+        self.anatomy = parts
+        self.routers = routers
+        self.module = nn.ModuleDict({str(index): router for index, router in routers.items()})
+        self._removers: list[Callable[[], None]] = []
+        self._windows: dict[int, Tensor] = {}
+        self._detached = False
+        self.enabled = True
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self._removers)
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        if value and self._detached:
+            raise ValueError("this handle is detached; attach again")
+        if value and not self._removers:
+            self._install()
+        elif not value:
+            for remove in self._removers:
+                remove()
+            self._removers.clear()
+            self._windows.clear()
+
+    def detach(self) -> None:
+        """Give the stock model back. The handle keeps its parameters (they can still be saved), but cannot be enabled again."""
+        self.enabled = False
+        self._detached = True
+
+    def trainable(self) -> list[tuple[str, nn.Parameter]]:
+        """(name, parameter) pairs, named `<layer>.<parameter>`, in layer order."""
+        return [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+
+    @property
+    def num_trainable(self) -> int:
+        return sum(getattr(parameter, "ds_numel", parameter.numel()) for _, parameter in self.trainable())
+
+    def _install(self) -> None:
+        self._removers.append(wrap_forward(self.anatomy.decoder, self._around_decoder, Rank.ROUTER))
+        for index, router in self.routers.items():
+            layer = self.anatomy.layers[index]
+            assert layer.router is not None
+            self._removers.append(wrap_forward(layer.router, self._around_router(layer, router), Rank.ROUTER))
+            if router.views:
+                assert layer.attention is not None
+                self._removers.append(capture_attention(layer.attention, self._request(index, router.window)))
+
+    def _request(self, index: int, window: int) -> CaptureRequest:
+        def deliver(windows: Tensor | None, _: Tensor | None) -> None:
+            assert windows is not None
+            self._windows[index] = windows
+
+        window_grad = isinstance(self.config, AARConfig) and self.config.window_grad
+        return CaptureRequest(window, window_grad=window_grad, sink_index=None, deliver=deliver)
+
+    def _around_router(self, layer: LayerAnatomy, router: AttentionAwareRouter) -> Callable[..., Any]:
+        assert layer.router is not None
+        select = Selector(self.anatomy, layer.router)
+
+        def wrapper(_: Callable[..., Any], hidden: Tensor) -> Any:
+            windows = None
+            if router.views:
+                windows = self._windows.pop(layer.index).flatten(0, 1)
+            logits = router(hidden.reshape(-1, hidden.shape[-1]), windows)
+            return tuple(select(logits, hidden.dtype))
+
+        return wrapper
+
+    def _around_decoder(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Windows of a forward that raised must not keep its graph alive."""
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            self._windows.clear()
+
+
+def attach_aar(
+    model: nn.Module, config: AARConfig | RouterSFTConfig, seed: int = 0, family: Family | None = None
+) -> RoutingHandle:
+    """Attach attention-aware routers (or, with RouterSFTConfig, trained copies of the stock routers) to `model`.
+
+    `seed` draws A and G. Works on a meta-device model. Raises ValueError for a layer without router or attention weights,
+    top_k = 1 with renormalised weights (no gradient reaches the router), and a model that already carries trained routers.
+    """
+    parts = anatomy(model, family)
+    aar_layers = config.layers if isinstance(config, AARConfig) else ()
+    _check(parts, aar_layers)
+    trained = parts.moe_layers if config.routers == "all" else aar_layers
+    generator = torch.Generator().manual_seed(seed)
+    routers: dict[int, AttentionAwareRouter] = {}
+    for index in trained:
+        stock = parts.layers[index].router
+        assert stock is not None
+        bias = getattr(stock, parts.family.router_bias) if parts.family.router_bias else None
+        routers[index] = AttentionAwareRouter(stock.weight, bias)  # pyright: ignore[reportArgumentType]
+        if isinstance(config, AARConfig) and index in aar_layers:
+            routers[index].add_views(config.views, config.window, config.init, generator)
+    return RoutingHandle(parts, config, routers)
+
+
+def _check(parts: Anatomy, layers: tuple[int, ...]) -> None:
+    without = [index for index in layers if index not in parts.aar_layers]
+    if without:
+        have = ", ".join(str(index) for index in parts.aar_layers)
+        raise ValueError(
+            f"layers = {list(layers)}: {without} have no router or no attention weights; layers that have both: {have}"
+        )
+    if parts.top_k == 1 and parts.renormalises:
+        raise ValueError(
+            "num_experts_per_tok = 1 with renormalised weights: every weight is 1, so no gradient reaches the router; "
+            "use a model with top_k > 1 or without renormalisation"
+        )
+    for layer in parts.layers:
+        if layer.router is not None and has_wrapper(layer.router, Rank.ROUTER):
+            raise ValueError("trained routers are already attached to this model; detach() the other handle first")
