@@ -5,22 +5,18 @@ w[b,i,m] = mean_h softmax_j(scale q_i k_j + mask_ij)[c(i) - M + 1 + m],   c(i) =
 B batch, Sq queries, Skv keys (cached ones first), H query heads, Hkv key heads, Dh and Dv head sizes, M window.
 """
 
-import math
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import pad
+
+from aarlib.moe.windows_blockwise import AttentionOutput, blockwise_attention, causal_mask, head_weights
+from aarlib.moe.windows_fused import fused_attention
+
+__all__ = ["AttentionOutput", "attention_with_windows", "mean_head_weights_reference"]
 
 Backend = Literal["auto", "fused", "blockwise"]
-QUERY_BLOCK = 128
-
-
-class AttentionOutput(NamedTuple):
-    output: Float[Tensor, "B H Sq Dv"]
-    windows: Float[Tensor, "B Sq M"] | None
-    sink: Float[Tensor, "B Sq"] | None
 
 
 def attention_with_windows(
@@ -48,7 +44,12 @@ def attention_with_windows(
     weights at a time. auto: fused on CPU in float32 and bfloat16, else blockwise.
     """
     _check(query, key, value, mask, window, sinks, sink_index, backend)
-    output, windows, sink = _blockwise(query, key, value, mask, scale, window, sinks, sink_index, window_grad)
+    sink_index = None if sink_index is None else sink_index.long()
+    if backend == "auto":
+        fused = query.device.type == "cpu" and query.dtype in (torch.float32, torch.bfloat16)
+        backend = "fused" if fused else "blockwise"
+    attention = fused_attention if backend == "fused" else blockwise_attention
+    output, windows, sink = attention(query, key, value, mask, scale, window, sinks, sink_index, window_grad)
     return AttentionOutput(output, None if windows is None else windows.float(), None if sink is None else sink.float())
 
 
@@ -60,19 +61,8 @@ def mean_head_weights_reference(
     sinks: Float[Tensor, " H"] | None = None,
 ) -> Float[Tensor, "B Sq Skv"]:
     """Head-mean attention weights, materialised in float32: the plain way, to compare with."""
-    bias = additive_mask(mask, query.shape[2], key.shape[2], torch.float32, query.device)
-    return _head_weights(query.float(), key.float(), bias, scale, None if sinks is None else sinks.float()).mean(1)
-
-
-def additive_mask(
-    mask: Tensor | None, num_queries: int, num_keys: int, dtype: torch.dtype, device: torch.device
-) -> Float[Tensor, "_ _ Sq Skv"]:
-    """The mask as a term of the scores: 0 or the given bias where a query may attend, -inf where not."""
-    if mask is None:
-        mask = torch.ones(1, 1, num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
-    if mask.dtype == torch.bool:
-        return torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(~mask, -math.inf)
-    return mask.masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -math.inf).to(dtype)
+    mask = causal_mask(query.shape[2], key.shape[2], query.device) if mask is None else mask
+    return head_weights(query.float(), key.float(), mask, scale, None if sinks is None else sinks.float()).mean(1)
 
 
 def _check(
@@ -111,64 +101,5 @@ def _check(
             raise ValueError("mask requires a gradient, which is not computed: pass mask.detach()")
     if backend not in ("auto", "fused", "blockwise"):
         raise ValueError(f"backend is {backend!r}: use 'auto', 'fused' or 'blockwise'")
-
-
-def _head_weights(query: Tensor, key: Tensor, bias: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
-    """Attention weights [B,H,R,N] of R rows; masked entries, so also fully masked rows, are 0."""
-    grouped = query.unflatten(1, (key.shape[1], -1))
-    scores = torch.einsum("bkgrd,bknd->bkgrn", grouped * scale, key).flatten(1, 2)
-    masked = bias.isneginf()
-    scores = (scores + bias.masked_fill(masked, 0)).masked_fill(masked, torch.finfo(scores.dtype).min)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
-    return scores.softmax(-1)[..., : key.shape[2]].masked_fill(masked, 0)
-
-
-def _blockwise(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None,
-    sink_index: Tensor | None,
-    window_grad: bool,
-) -> AttentionOutput:
-    """Ordinary autograd over blocks of query rows, in float32 or, for float64 inputs, float64."""
-    dtype, num_queries, offset = query.dtype, query.shape[2], key.shape[2] - query.shape[2]
-    compute = torch.promote_types(dtype, torch.float32)
-    query, key, value = query.to(compute), key.to(compute), value.to(compute)
-    sinks = None if sinks is None else sinks.to(compute)
-    outputs, windows, sink = [], [], []
-    for start in range(0, num_queries, QUERY_BLOCK):
-        stop = min(start + QUERY_BLOCK, num_queries)
-        end = offset + stop if mask is None else key.shape[2]
-        block_mask = None if mask is None else mask[:, :, start:stop]
-        bias = additive_mask(block_mask, stop - start, end, compute, query.device)
-        weights = _head_weights(query[:, :, start:stop], key[:, :, :end], bias, scale, sinks)
-        grouped = weights.unflatten(1, (key.shape[1], -1))
-        outputs.append(torch.einsum("bkgrn,bknd->bkgrd", grouped, value[:, :, :end]).flatten(1, 2))
-        if window is not None:
-            mean = (weights if window_grad else weights.detach()).mean(1)
-            windows.append(_last_columns(mean, offset + start, window))
-        if sink_index is not None:
-            sink.append(_column(weights.detach().mean(1), sink_index[:, start:stop]))
-    return AttentionOutput(
-        torch.cat(outputs, dim=2).to(dtype),
-        torch.cat(windows, dim=1) if windows else None,
-        torch.cat(sink, dim=1) if sink else None,
-    )
-
-
-def _last_columns(weights: Tensor, first: int, window: int) -> Tensor:
-    """[B,R,N] -> [B,R,M]: the M columns that end at column first + r of row r, 0 before the first."""
-    batch, rows, _ = weights.shape
-    columns = torch.arange(window, device=weights.device) + torch.arange(rows, device=weights.device)[:, None] + first
-    return pad(weights, (window - 1, 0)).gather(2, columns.expand(batch, rows, window))
-
-
-def _column(weights: Tensor, index: Tensor) -> Tensor:
-    """[B,R,N] at column index [B,R]; 0 where the index is -1 or past the visible columns."""
-    inside = (index >= 0) & (index < weights.shape[2])
-    return weights.gather(2, index.masked_fill(~inside, 0)[..., None])[..., 0].masked_fill(~inside, 0)
+    if backend == "fused" and query.device.type != "cpu":
+        raise ValueError(f"backend is 'fused' and query is on {query.device}: fused runs on CPU; use 'auto'")

@@ -1,0 +1,421 @@
+"""attention_with_windows against loops over tokens in float64, forward and gradients, both backends."""
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from aarlib.moe import windows as windows_module
+from aarlib.moe.windows import attention_with_windows, mean_head_weights_reference
+from aarlib.moe.windows_blockwise import blockwise_attention
+from aarlib.moe.windows_fused import fused_attention
+
+BACKENDS = ("fused", "blockwise")
+SCALE = 0.4
+
+
+class Inputs(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None
+    mask: Tensor | None
+    sink_index: Tensor
+
+
+class Case(NamedTuple):
+    mask: str = "causal"
+    batch: int = 2
+    heads: int = 4
+    key_heads: int = 4
+    queries: int = 9
+    keys: int = 9
+    head_dim: int = 8
+    value_dim: int = 8
+    window: int = 4
+    sinks: bool = False
+
+
+CASES = {
+    "causal": Case(),
+    "window_2": Case(window=2),
+    "window_1": Case(window=1),
+    "window_longer_than_sequence": Case(window=14),
+    "batch_1": Case(batch=1),
+    "grouped_query": Case(key_heads=2),
+    "multi_query": Case(key_heads=1, mask="left_padding"),
+    "value_narrower": Case(value_dim=5),
+    "value_one_narrower": Case(value_dim=7),
+    "value_wider": Case(value_dim=11, key_heads=2),
+    "left_padding": Case(mask="left_padding"),
+    "right_padding": Case(mask="right_padding"),
+    "packed": Case(mask="packed"),
+    "sliding_range": Case(mask="sliding", window=6),
+    "per_head_mask": Case(mask="per_head"),
+    "chunked": Case(queries=4),
+    "chunked_left_padding": Case(queries=4, mask="left_padding"),
+    "decode": Case(queries=1),
+    "decode_left_padding": Case(queries=1, mask="left_padding"),
+    "decode_short_cache": Case(queries=1, keys=2, window=5),
+    "single_token": Case(queries=1, keys=1),
+    "sinks": Case(sinks=True),
+    "sinks_left_padding": Case(sinks=True, mask="left_padding", key_heads=2),
+    "sinks_decode": Case(sinks=True, queries=1),
+    "long": Case(batch=1, heads=2, key_heads=2, queries=150, keys=150, window=40),
+    "long_window_over_block": Case(batch=1, heads=2, key_heads=1, queries=140, keys=140, window=80),
+    "long_packed_sinks": Case(batch=1, heads=2, key_heads=2, queries=150, keys=150, window=40, mask="packed", sinks=True),
+    "long_chunk": Case(batch=1, heads=2, key_heads=2, queries=70, keys=150, window=40, value_dim=6),
+    "long_padding": Case(batch=2, heads=1, key_heads=1, queries=620, keys=620, mask="left_padding"),
+}
+
+
+def allowed_entries(case: Case) -> Tensor:
+    """bool [B,H,Sq,Skv] from positions; the last batch row is the padded one."""
+    row = torch.arange(case.queries)[:, None] + case.keys - case.queries
+    column = torch.arange(case.keys)[None]
+    causal = (column <= row).expand(case.batch, case.heads, -1, -1).clone()
+    padding = max(1, case.keys * 5 // 6 - 1)
+    match case.mask:
+        case "left_padding":
+            causal[-1, ..., :padding] = False
+        case "right_padding":
+            causal[-1, ..., case.keys - padding :] = False
+        case "packed":
+            document = (torch.arange(case.keys) * 3) // case.keys
+            causal &= document[row] == document[column]
+        case "sliding":
+            causal &= column > row - 3
+        case "per_head":
+            causal &= torch.rand(causal.shape, generator=torch.Generator().manual_seed(3)) < 0.6
+    return causal
+
+
+def make_inputs(case: Case, dtype: torch.dtype = torch.float32) -> Inputs:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    allowed = allowed_entries(case)
+    sink_index = torch.where(allowed.any(1).any(-1), allowed.any(1).int().argmax(-1), -1)
+    mask = allowed if case.mask == "per_head" else allowed[:, :1]
+    return Inputs(
+        draw(case.batch, case.heads, case.queries, case.head_dim),
+        draw(case.batch, case.key_heads, case.keys, case.head_dim),
+        draw(case.batch, case.key_heads, case.keys, case.value_dim),
+        draw(case.heads) if case.sinks else None,
+        None if case.mask == "causal" else mask,
+        sink_index,
+    )
+
+
+class Naive(NamedTuple):
+    output: Tensor
+    windows: Tensor
+    sink: Tensor
+    weights: Tensor
+
+
+def naive_attention(inputs: Inputs, allowed: Tensor, window: int) -> Naive:
+    """One softmax a token and head, over the columns it sees; differentiable, in float64."""
+    query, key, value = (tensor.double() for tensor in inputs[:3])
+    batch, heads, queries, _ = query.shape
+    keys, group = key.shape[2], heads // key.shape[1]
+    weights, outputs = [], []
+    for b in range(batch):
+        for h in range(heads):
+            for i in range(queries):
+                columns = allowed[b, h, i].nonzero()[:, 0]
+                scores = SCALE * key[b, h // group, columns] @ query[b, h, i]
+                if inputs.sinks is not None:
+                    scores = torch.cat([scores, inputs.sinks[h : h + 1].double()])
+                weight = scores.softmax(0)[: len(columns)]
+                weights.append(torch.zeros(keys, dtype=torch.float64).index_put((columns,), weight))
+                outputs.append(weight @ value[b, h // group, columns])
+    stacked = torch.stack(weights).view(batch, heads, queries, keys)
+    mean = stacked.mean(1)
+    windows = torch.zeros(batch, queries, window, dtype=torch.float64)
+    sink = torch.zeros(batch, queries, dtype=torch.float64)
+    for b in range(batch):
+        for i in range(queries):
+            for m in range(window):
+                column = keys - queries + i - window + 1 + m
+                if column >= 0:
+                    windows[b, i, m] = mean[b, i, column]
+            if inputs.sink_index[b, i] >= 0:
+                sink[b, i] = mean[b, i, inputs.sink_index[b, i]]
+    return Naive(torch.stack(outputs).view(batch, heads, queries, -1), windows, sink, stacked)
+
+
+def run(inputs: Inputs, window: int | None, backend: str, window_grad: bool = True):
+    return attention_with_windows(
+        *inputs[:3],
+        mask=inputs.mask,
+        scale=SCALE,
+        window=window,
+        sinks=inputs.sinks,
+        sink_index=inputs.sink_index,
+        window_grad=window_grad,
+        backend=backend,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def leaves(inputs: Inputs) -> list[Tensor]:
+    return [tensor for tensor in inputs[:4] if tensor is not None]
+
+
+def weighted_loss(output: Tensor, windows: Tensor | None) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    loss = (output * torch.randn(output.shape, generator=generator)).sum()
+    if windows is not None:
+        loss = loss + (windows * torch.randn(windows.shape, generator=generator) * 4).sum()
+    return loss
+
+
+def assert_close(actual: Tensor, expected: Tensor, what: str) -> None:
+    torch.testing.assert_close(actual.double(), expected.double(), atol=1e-5, rtol=1e-5, msg=lambda m: f"{what}: {m}")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CASES)
+def test_output_windows_sink_and_gradients_equal_loops_over_tokens(name: str, backend: str) -> None:
+    case = CASES[name]
+    inputs = make_inputs(case)
+    expected = naive_attention(inputs, allowed_entries(case), case.window)
+    actual = run(inputs, case.window, backend)
+    assert actual.windows is not None and actual.sink is not None
+    assert actual.windows.dtype == actual.sink.dtype == torch.float32 and not actual.sink.requires_grad
+    assert_close(actual.output, expected.output, "output")
+    assert_close(actual.windows, expected.windows, "windows")
+    assert_close(actual.sink, expected.sink, "sink")
+
+    wanted = torch.autograd.grad(weighted_loss(expected.output, expected.windows), leaves(inputs), retain_graph=True)
+    gradients = torch.autograd.grad(weighted_loss(actual.output, actual.windows), leaves(inputs))
+    for leaf, gradient, reference in zip(("query", "key", "value", "sinks"), gradients, wanted, strict=False):
+        assert gradient.isfinite().all()
+        assert_close(gradient, reference, f"gradient of {leaf}")
+
+    constant = run(inputs, case.window, backend, window_grad=False)
+    assert constant.windows is not None and not constant.windows.requires_grad
+    assert torch.equal(constant.windows, actual.windows) and torch.equal(constant.output, actual.output)
+    wanted = torch.autograd.grad(weighted_loss(expected.output, None), leaves(inputs))
+    gradients = torch.autograd.grad(weighted_loss(constant.output, constant.windows), leaves(inputs))
+    for leaf, gradient, reference in zip(("query", "key", "value", "sinks"), gradients, wanted, strict=False):
+        assert_close(gradient, reference, f"gradient of {leaf} without the windows'")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_gradient_through_the_windows_is_not_small(backend: str) -> None:
+    inputs = make_inputs(CASES["sinks"])
+    with_windows, without = run(inputs, 4, backend), run(inputs, 4, backend, window_grad=False)
+    live = torch.autograd.grad(weighted_loss(with_windows.output, with_windows.windows), leaves(inputs))
+    constant = torch.autograd.grad(weighted_loss(without.output, without.windows), leaves(inputs))
+    differences = [(a - b).abs().max().item() for a, b in zip(live, constant, strict=True)]
+    assert min(differences[0], differences[1], differences[3]) > 1e-2, differences
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_windows_alone_and_output_alone_have_gradients(backend: str) -> None:
+    case = CASES["sinks_left_padding"]
+    inputs = make_inputs(case)
+    expected, actual = naive_attention(inputs, allowed_entries(case), case.window), run(inputs, case.window, backend)
+    assert actual.windows is not None
+    chosen = [inputs.query, inputs.key, inputs.sinks]
+    for got, want in ((actual.windows, expected.windows), (actual.output, expected.output)):
+        gradients = torch.autograd.grad(got.square().sum(), chosen, retain_graph=True)
+        wanted = torch.autograd.grad(want.square().sum(), chosen, retain_graph=True)
+        for gradient, reference in zip(gradients, wanted, strict=True):
+            assert_close(gradient, reference, "gradient")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fully_masked_rows_give_zeros(backend: str) -> None:
+    for name in ("left_padding", "sinks_left_padding"):
+        inputs = make_inputs(CASES[name])
+        assert inputs.mask is not None
+        empty = ~inputs.mask[:, 0].any(-1)
+        assert 0 < empty.sum() < empty.numel()
+        result = run(inputs, 4, backend)
+        assert result.windows is not None and result.sink is not None
+        assert not result.windows[empty].any() and not result.sink[empty].any()
+        assert not result.output.transpose(1, 2)[empty].any()
+        gradient = torch.autograd.grad(weighted_loss(result.output, result.windows), inputs.query)[0]
+        assert not gradient.transpose(1, 2)[empty].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["left_padding", "packed", "chunked_left_padding", "sinks_left_padding", "per_head_mask"])
+@pytest.mark.parametrize("masked_value", [-math.inf, torch.finfo(torch.float32).min])
+def test_float_masks_equal_the_bool_mask(backend: str, name: str, masked_value: float) -> None:
+    inputs = make_inputs(CASES[name])
+    assert inputs.mask is not None
+    additive = torch.zeros(inputs.mask.shape).masked_fill(~inputs.mask, masked_value)
+    for actual, expected in zip(run(inputs._replace(mask=additive), 4, backend), run(inputs, 4, backend), strict=True):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_finite_float_mask_is_a_bias_of_the_scores(backend: str) -> None:
+    case = CASES["grouped_query"]
+    inputs = make_inputs(case)
+    bias = torch.randn(case.batch, case.heads, case.queries, case.keys, generator=torch.Generator().manual_seed(5))
+    bias = bias.masked_fill(~allowed_entries(case), -math.inf)
+    result = run(inputs._replace(mask=bias), 4, backend)
+    repeated = [tensor.repeat_interleave(2, dim=1) for tensor in (inputs.key, inputs.value)]
+    weights = (SCALE * inputs.query @ repeated[0].mT + bias).softmax(-1)
+    assert_close(result.output, weights @ repeated[1], "output")
+    assert result.windows is not None
+    for m in range(4):
+        diagonal = weights.mean(1).diagonal(offset=m - 3, dim1=1, dim2=2)
+        assert_close(result.windows[:, 3 - m :, m], diagonal, f"window column {m}")
+
+
+@pytest.mark.parametrize("name", ["causal", "grouped_query", "left_padding", "sinks", "chunked", "packed"])
+def test_the_reference_equals_loops_over_tokens(name: str) -> None:
+    inputs = make_inputs(CASES[name])
+    expected = naive_attention(inputs, allowed_entries(CASES[name]), 4).weights.mean(1)
+    weights = mean_head_weights_reference(inputs.query, inputs.key, inputs.mask, SCALE, inputs.sinks)
+    assert weights.dtype == torch.float32
+    assert_close(weights, expected, "weights")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_only_what_is_asked_for_is_returned(backend: str) -> None:
+    inputs = make_inputs(CASES["sinks"])
+    both = run(inputs, 4, backend)
+    sink_only = run(inputs, None, backend)
+    assert sink_only.windows is None and torch.equal(sink_only.sink, both.sink)
+    common = {"mask": None, "scale": SCALE, "sinks": inputs.sinks, "backend": backend}
+    windows_only = attention_with_windows(*inputs[:3], window=4, **common)
+    assert windows_only.sink is None and torch.equal(windows_only.windows, both.windows)
+    neither = attention_with_windows(*inputs[:3], window=None, **common)
+    assert neither.windows is None and neither.sink is None and torch.equal(neither.output, both.output)
+    neither.output.sum().backward()
+    assert inputs.query.grad is not None and inputs.query.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_recomputation_and_repeated_backward(backend: str) -> None:
+    inputs = make_inputs(CASES["sinks_left_padding"])
+    plain = run(inputs, 4, backend)
+    loss = weighted_loss(plain.output, plain.windows)
+    first = torch.autograd.grad(loss, leaves(inputs), retain_graph=True)
+    second = torch.autograd.grad(loss, leaves(inputs))
+    result = checkpoint(run, inputs, 4, backend, use_reentrant=False)
+    third = torch.autograd.grad(weighted_loss(result.output, result.windows), leaves(inputs))
+    for gradients in zip(first, second, third, strict=True):
+        assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])
+
+
+@pytest.mark.parametrize("attention", [fused_attention, blockwise_attention], ids=BACKENDS)
+@pytest.mark.parametrize("name", ["causal", "left_padding", "chunked", "decode"])
+def test_gradcheck_in_float64(attention, name: str) -> None:
+    case = CASES[name]._replace(batch=2, heads=2, key_heads=1, head_dim=3, value_dim=2, window=3, sinks=True)
+    inputs = make_inputs(case._replace(queries=min(case.queries, 5), keys=5), torch.float64)
+
+    def output_and_windows(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+        return attention(query, key, value, inputs.mask, SCALE, 3, sinks, None, True)[:2]
+
+    assert torch.autograd.gradcheck(output_and_windows, leaves(inputs))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["grouped_query", "sinks_left_padding", "long", "value_narrower", "chunked"])
+def test_bfloat16_is_finite(backend: str, name: str) -> None:
+    case = CASES[name]
+    exact, half = make_inputs(case), make_inputs(case, torch.bfloat16)
+    results = [run(inputs, case.window, backend) for inputs in (exact, half)]
+    assert results[1].output.dtype == torch.bfloat16 and results[1].windows is not None
+    assert results[1].windows.dtype == torch.float32
+    gradients = [
+        torch.autograd.grad(weighted_loss(result.output.float(), result.windows), leaves(inputs))
+        for result, inputs in zip(results, (exact, half), strict=True)
+    ]
+    assert all(tensor.isfinite().all() for tensor in (*results[1], *gradients[1]))
+    errors = [(a - b).abs().max().item() for a, b in zip(results[0], results[1], strict=True)]
+    errors += [(a - b).abs().max().item() for a, b in zip(*gradients, strict=True)]
+    print(f"bfloat16 against float32, {name}, {backend}: " + " ".join(f"{error:.1e}" for error in errors))
+
+
+class LargestTensor(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.numel = max([self.numel, *sizes])
+        return result
+
+
+def test_fused_creates_nothing_of_size_s_times_s() -> None:
+    length = 1024
+    case = Case(batch=1, heads=1, key_heads=1, queries=length, keys=length, window=40)
+    inputs = make_inputs(case)
+    largest = {}
+    for backend in BACKENDS:
+        with LargestTensor() as tracker:
+            result = run(inputs, case.window, backend)
+        largest[backend] = tracker.numel
+        with LargestTensor() as tracker:
+            weighted_loss(result.output, result.windows).backward()
+        largest[backend + " backward"] = tracker.numel
+    assert largest["fused"] <= length * (64 + case.window), largest
+    assert largest["fused backward"] <= length * (64 + case.window), largest
+    assert largest["blockwise"] == 128 * length, largest
+
+
+def test_auto_is_fused_on_cpu_and_equals_plain_attention() -> None:
+    inputs = make_inputs(CASES["causal"])
+    result = run(inputs, 4, "auto")
+    assert torch.equal(result.output, run(inputs, 4, "fused").output)
+    assert torch.equal(result.output, scaled_dot_product_attention(*inputs[:3], is_causal=True, scale=SCALE))
+    double = make_inputs(CASES["causal"], torch.float64)
+    assert torch.equal(run(double, 4, "auto").output, run(double, 4, "blockwise").output)
+
+
+def test_compiled_equals_eager() -> None:
+    inputs = make_inputs(CASES["sinks_left_padding"])
+    compiled = torch.compile(run, backend="eager")
+    expected, actual = run(inputs, 4, "fused"), compiled(inputs, 4, "fused")
+    for got, want in zip(actual, expected, strict=True):
+        assert torch.equal(got, want)
+    gradients = torch.autograd.grad(weighted_loss(actual.output, actual.windows), leaves(inputs))
+    wanted = torch.autograd.grad(weighted_loss(expected.output, expected.windows), leaves(inputs))
+    for got, want in zip(gradients, wanted, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_wrong_arguments_are_named() -> None:
+    inputs = make_inputs(CASES["causal"])
+    query, key, value = inputs[:3]
+    with pytest.raises(ValueError, match="window is 0"):
+        attention_with_windows(query, key, value, mask=None, scale=1.0, window=0)
+    with pytest.raises(ValueError, match="query has 9 rows and key 8"):
+        attention_with_windows(query, key[:, :, :8], value[:, :, :8], mask=None, scale=1.0, window=2)
+    with pytest.raises(ValueError, match="not a multiple of the 3 heads"):
+        attention_with_windows(query, key[:, :3], value[:, :3], mask=None, scale=1.0, window=2)
+    with pytest.raises(ValueError, match="mask requires a gradient"):
+        mask = torch.zeros(2, 1, 9, 9, requires_grad=True)
+        attention_with_windows(query, key, value, mask=mask, scale=1.0, window=2)
+    with pytest.raises(ValueError, match="fused runs on CPU"):
+        meta = [tensor.to("meta") for tensor in (query, key, value)]
+        attention_with_windows(*meta, mask=None, scale=1.0, window=2, backend="fused")
+    check = windows_module._check
+    with pytest.raises(ValueError, match="mask has shape"):
+        check(query, key, value, torch.ones(2, 1, 9, 8, dtype=torch.bool), 2, None, None, "auto")
+    with pytest.raises(ValueError, match="sinks has shape"):
+        check(query, key, value, None, 2, torch.zeros(3), None, "auto")
+    with pytest.raises(ValueError, match="sink_index has shape"):
+        check(query, key, value, None, 2, None, torch.zeros(2, 8, dtype=torch.long), "auto")
+    with pytest.raises(ValueError, match="backend is 'flash'"):
+        check(query, key, value, None, 2, None, None, "flash")
+    with pytest.raises(ValueError, match="value has shape"):
+        check(query, key, value[:, :, :8], None, 2, None, None, "auto")
