@@ -52,7 +52,15 @@ def load_model(
     freeze(model)
     model.set_experts_implementation(experts_implementation)
     anatomy(model)
-    return model, AutoTokenizer.from_pretrained(source, revision=revision)
+    return model, load_tokenizer(name, revision)
+
+
+def load_tokenizer(name: str, revision: str | None = None, chat_template: str | Path | None = None) -> Any:
+    """The model's tokenizer; the Jinja file `chat_template`, where given, replaces its own template."""
+    tokenizer = AutoTokenizer.from_pretrained(str(NANO) if name == "nano" else name, revision=revision)
+    if chat_template is not None:
+        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+    return tokenizer
 
 
 def freeze(model: nn.Module) -> None:
