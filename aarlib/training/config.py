@@ -75,6 +75,8 @@ class RayConfig(Config):
     storage: str = "runs"
     """Folder (local or shared) or URI under which run directories are made."""
     max_failures: int = Field(default=1, ge=0)
+    checkpoint_every: int = Field(default=50, ge=1)
+    """Optimizer steps between checkpoints, from which a failed worker group resumes."""
 
 
 class TrackingConfig(Config):
