@@ -116,7 +116,7 @@ def _built(family: str, overrides: tuple[tuple[str, Any], ...]) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             centred = "norm" in name and parameter.dim() == 1
-            noise = torch.randn(parameter.shape, generator=generator) * (0.1 if centred else 0.25)
+            noise = torch.randn(parameter.shape, generator=generator) * (0.1 if centred else 0.2)
             parameter.copy_(parameter + noise if centred else noise)
     model.eval()
     model.requires_grad_(False)

@@ -14,6 +14,8 @@ from aarlib.moe.dispatch import Selector
 from aarlib.moe.families import Family
 from aarlib.moe.patching import Rank, has_wrapper, wrap_forward
 
+Capture = Callable[[nn.Module, CaptureRequest], Callable[[], None]]
+
 
 class RoutingHandle:
     """What attach_aar returns: owns the trained float32 parameters and the patches that put them to work.
@@ -30,6 +32,8 @@ class RoutingHandle:
         self._removers: list[Callable[[], None]] = []
         self._windows: dict[int, Tensor] = {}
         self._detached = False
+        self.capture: Capture = capture_attention
+        """How windows are taken from an attention module; identities compare it with materialised attention."""
         self.enabled = True
 
     @property
@@ -69,7 +73,7 @@ class RoutingHandle:
             self._removers.append(wrap_forward(layer.router, self._around_router(layer, router), Rank.ROUTER))
             if router.views:
                 assert layer.attention is not None
-                self._removers.append(capture_attention(layer.attention, self._request(index, router.window)))
+                self._removers.append(self.capture(layer.attention, self._request(index, router.window)))
 
     def _request(self, index: int, window: int) -> CaptureRequest:
         def deliver(windows: Tensor | None, _: Tensor | None) -> None:
