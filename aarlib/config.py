@@ -6,7 +6,7 @@ import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -85,30 +85,41 @@ def _parse_value(text: str) -> Any:
 
 
 def _describe(cls: type[Config], problem: Any) -> str:
-    location = ".".join(str(part) for part in problem["loc"])
+    place = _place(cls, problem["loc"])
     if problem["type"] != "extra_forbidden":
-        return f"{location or cls.__name__} = {problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}"
-    known = _known_fields(cls, problem["loc"][:-1])
-    near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
-    return f"unknown key {location!r}; {hint}"
+        return f"{place.path or cls.__name__} = {problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}"
+    near = difflib.get_close_matches(str(problem["loc"][-1]), place.known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(place.known)}"
+    return f"unknown key {place.path!r}; {hint}"
 
 
-def _known_fields(cls: type[Config], location: Iterable[Any]) -> list[str]:
-    current: Any = cls
+class _Place(NamedTuple):
+    path: str
+    """As the user writes it."""
+    known: list[str]
+    """Fields of the innermost table."""
+
+
+def _place(cls: type[Config], location: Iterable[Any]) -> _Place:
+    """Follow a pydantic error location, which also holds the tag of each discriminated union passed through."""
+    path: list[str] = []
+    kinds: list[Any] = [cls]
+    table = kinds
+    in_mapping = False
     for part in location:
-        field = getattr(current, "model_fields", {}).get(part)
-        candidates = _config_types(field.annotation) if field else _config_types(current, str(part))
-        if not candidates:
-            return []
-        current = candidates[0]
-    return sorted(getattr(current, "model_fields", {}))
+        fields = [kind.model_fields[part] for kind in table if part in kind.model_fields]
+        tagged = [kind for kind in kinds if getattr(kind.model_fields.get("name"), "default", None) == part]
+        if tagged and not fields and not in_mapping:
+            table = tagged
+            continue
+        path.append(str(part))
+        in_mapping = any(get_origin(field.annotation) is dict for field in fields)
+        if fields:
+            kinds = table = [kind for field in fields for kind in _config_types(field.annotation)]
+    return _Place(".".join(path), sorted({name for kind in table for name in kind.model_fields}))
 
 
-def _config_types(annotation: Any, tag: str | None = None) -> list[Any]:
+def _config_types(annotation: Any) -> list[Any]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    found = [kind for argument in getattr(annotation, "__args__", ()) for kind in _config_types(argument)]
-    if tag is None:
-        return found
-    return [kind for kind in found if getattr(kind.model_fields.get("name"), "default", None) == tag] or found
+    return [kind for argument in getattr(annotation, "__args__", ()) for kind in _config_types(argument)]

@@ -20,4 +20,4 @@ def lazy_attributes(package: str, modules: Mapping[str, str], submodules: tuple[
             return import_module(f"{package}.{name}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
-    return LazyAttributes(lazy_getattr, lambda: sorted((*modules, *submodules, "__version__")))
+    return LazyAttributes(lazy_getattr, lambda: sorted((*modules, *submodules)))

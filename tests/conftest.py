@@ -1,0 +1,79 @@
+"""Threads, executed shape annotations, the session's Ray, the shared data folder, and the list of skips that are allowed."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jaxtyping import install_import_hook
+
+import aarlib.training.config  # noqa: F401  (pydantic classes carry no tensors, and beartype refuses Self on their methods)
+from tests.skips import read_allowed, unexplained
+
+install_import_hook(["aarlib.moe", "aarlib.aar", "aarlib.training", "aarlib.data"], "beartype.beartype")
+
+ROOT = Path(__file__).parent.parent
+RAY_ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "DS_ACCELERATOR": "cpu",
+}
+skip_reasons: set[str] = set()
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real data: $AARLIB_DATA, else ../shared/data beside the repository."""
+    folder = (ROOT / os.environ.get("AARLIB_DATA", "../shared/data")).resolve()
+    if not folder.is_dir():
+        pytest.skip("no shared data: AARLIB_DATA names no folder")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """One Ray of 8 CPUs for the session, on loopback, with the dashboard: without it Tune leaks placement groups."""
+    ray = pytest.importorskip("ray")
+    os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=True,
+        dashboard_host="127.0.0.1",
+        _node_ip_address="127.0.0.1",
+        log_to_driver=True,
+        runtime_env={"env_vars": RAY_ENVIRONMENT},
+    )
+    yield ray
+    ray.shutdown()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _collect_skip(report)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    _collect_skip(report)
+
+
+def _collect_skip(report: Any) -> None:
+    if report.skipped and not hasattr(report, "wasxfail"):
+        skip_reasons.add(report.longrepr[2].removeprefix("Skipped: "))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if bad := unexplained(skip_reasons, read_allowed()):
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        assert reporter is not None
+        for reason in bad:
+            reporter.write_line(f"\nskip not allowed by tests/skips_allowed.txt: {reason}", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

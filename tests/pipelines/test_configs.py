@@ -1,0 +1,78 @@
+"""Every shipped config is valid, and the papers' models have the trainable counts that the papers' shapes give."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from aarlib.training.config import RunConfig
+from pipelines.command_line import resolve_paths
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "pipelines" / "configs"
+RUNS = sorted(path.name for path in CONFIGS.glob("*.toml") if "[method." in path.read_text())
+
+
+def load(name: str) -> RunConfig:
+    return resolve_paths(RunConfig.from_toml(CONFIGS / name), CONFIGS)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_shipped_config_is_valid_and_named_like_its_file(name: str):
+    assert load(name).name == Path(name).stem
+
+
+def test_the_papers_models_are_among_them():
+    assert {"olmoe_tulu3.toml", "olmoe_tulu3_one_gpu.toml", "qwen15_moe_tulu3.toml", "qwen36_moe_tulu3.toml"} <= set(RUNS)
+
+
+def test_one_gpu_and_four_take_the_same_optimizer_steps():
+    four, one = load("olmoe_tulu3.toml"), load("olmoe_tulu3_one_gpu.toml")
+    assert (four.optim, four.data, four.method, four.seeds) == (one.optim, one.data, one.method, one.seeds)
+    assert (four.ray.num_workers, one.ray.num_workers) == (4, 1)
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "geometry").glob("*.json")), ids=lambda path: path.stem)
+def test_a_geometry_is_a_transformers_config_of_its_type(path: Path):
+    values = json.loads(path.read_text())
+    config = AutoConfig.from_pretrained(path)
+    assert config.model_type == values["model_type"]
+    assert {key: getattr(config, key) for key in values if "num_" in key or "size" in key} == {
+        key: value for key, value in values.items() if "num_" in key or "size" in key
+    }
+
+
+def test_the_aar_layers_of_qwen36_are_full_attention_layers():
+    config = AutoConfig.from_pretrained(CONFIGS / "geometry" / "qwen36_35b_a3b.json")
+    assert [config.layer_types[layer] for layer in (23, 27, 31)] == ["full_attention"] * 3
+    assert config.layer_types.count("full_attention") == 10
+
+
+OLMOE = {"router_sft": 2_097_152, "aar_t20": 3_032_576, "aar20": 3_959_936, "aar40": 3_986_816}
+QWEN15_ROUTERS = 24 * 60 * 2048
+QWEN15_AAR = 4 * 60 * (40 + (2048 + 40) + 21 + (2048 + 21))
+QWEN36_ROUTERS = 40 * 256 * 2048
+QWEN36_AAR = 3 * 256 * (40 + (2048 + 40) + 21 + (2048 + 21))
+"""Layers x experts x (A of both views and G of both views)."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("olmoe_tulu3.toml", OLMOE),
+        ("olmoe_tulu3_one_gpu.toml", OLMOE),
+        ("qwen15_moe_tulu3.toml", {"router_sft": QWEN15_ROUTERS, "aar40": QWEN15_ROUTERS + QWEN15_AAR}),
+        ("qwen36_moe_tulu3.toml", {"router_sft": QWEN36_ROUTERS, "aar40": QWEN36_ROUTERS + QWEN36_AAR}),
+    ],
+)
+def test_the_dry_run_prints_the_trainable_counts(name: str, counts: dict[str, int]):
+    command = [sys.executable, "-m", "pipelines.train", str(CONFIGS / name), "--dry-run"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    for label, count in counts.items():
+        assert re.search(rf"\b{label}\b.*\b{count:,}\b", result.stdout), result.stdout
