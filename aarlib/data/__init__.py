@@ -1,25 +1,36 @@
 """Conversations on disk to target-masked token rows: reading, the chat template, sampling, collating."""
 
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
-_HOMES = {
-    "Conversation": "conversations",
-    "ReadReport": "conversations",
-    "read_conversations": "conversations",
-    "Encoded": "chat",
-    "check_template": "chat",
-    "collate": "chat",
-    "encode": "chat",
-    "render_targets": "chat",
-    "in_fraction": "sampling",
-    "row_hash": "sampling",
-    "expand_sources": "sources",
-}
-__all__ = sorted(_HOMES)
+from aarlib.lazy import lazy_attributes
 
+if TYPE_CHECKING:
+    from aarlib.data.chat import Encoded as Encoded
+    from aarlib.data.chat import check_template as check_template
+    from aarlib.data.chat import collate as collate
+    from aarlib.data.chat import encode as encode
+    from aarlib.data.chat import render_targets as render_targets
+    from aarlib.data.conversations import Conversation as Conversation
+    from aarlib.data.conversations import ReadReport as ReadReport
+    from aarlib.data.conversations import read_conversations as read_conversations
+    from aarlib.data.sampling import in_fraction as in_fraction
+    from aarlib.data.sampling import row_hash as row_hash
+    from aarlib.data.sources import expand_sources as expand_sources
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__, __dir__ = lazy_attributes(
+    __name__,
+    {
+        "Conversation": "aarlib.data.conversations",
+        "ReadReport": "aarlib.data.conversations",
+        "read_conversations": "aarlib.data.conversations",
+        "Encoded": "aarlib.data.chat",
+        "check_template": "aarlib.data.chat",
+        "collate": "aarlib.data.chat",
+        "encode": "aarlib.data.chat",
+        "render_targets": "aarlib.data.chat",
+        "in_fraction": "aarlib.data.sampling",
+        "row_hash": "aarlib.data.sampling",
+        "expand_sources": "aarlib.data.sources",
+    },
+    submodules=("chat", "conversations", "sampling", "sources", "targets"),
+)

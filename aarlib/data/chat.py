@@ -46,7 +46,7 @@ class Encoded(NamedTuple):
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """ValueError unless the tokenizer is fast and has a chat template that ends an assistant turn with a special token."""
+    """ValueError unless the tokenizer is fast and its chat template ends an assistant turn with a special token."""
     name = tokenizer.name_or_path or type(tokenizer).__name__
     if not tokenizer.is_fast:
         raise ValueError(f"tokenizer {name!r} gives no character offsets; use its fast version")
@@ -59,8 +59,8 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
 def encode(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, sequence_length: int) -> Encoded:
     """Apply the tokenizer's chat template and mark the targets; cut at `sequence_length` tokens.
 
-    ValueError, naming the row, where the template refuses the conversation, leaves a message out, or does not show where
-    the assistant's turns end.
+    ValueError, naming the row, where the template refuses the conversation, leaves a message out, or does not show
+    where the assistant's turns end.
     """
     row_id, messages, tools = conversation
     render = _renderer(tokenizer, tools)
@@ -98,30 +98,26 @@ def collate(
     labels = torch.full_like(input_ids, IGNORED)
     for index, row in enumerate(rows):
         size = len(row.input_ids)
-        ids = torch.tensor(row.input_ids)
+        ids = torch.tensor(row.input_ids, dtype=torch.long)
         input_ids[index, :size] = ids
         attention_mask[index, :size] = 1
-        labels[index, :size] = ids.where(torch.tensor(row.target_mask), IGNORED)
+        labels[index, :size] = ids.where(torch.tensor(row.target_mask, dtype=torch.bool), IGNORED)
     return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
 
-def render_targets(
-    tokenizer: PreTrainedTokenizerBase, encoded: Encoded, marks: tuple[str, str] = ("[[", "]]")
-) -> str:
+def render_targets(tokenizer: PreTrainedTokenizerBase, encoded: Encoded, marks: tuple[str, str] = ("[[", "]]")) -> str:
     """The row as text with each run of target tokens between `marks`."""
     pieces: list[str] = []
     end, shown = 0, 0
     for is_target, run in groupby(encoded.target_mask):
         end += len(list(run))
-        text = tokenizer.decode(
-            encoded.input_ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        text = _decode(tokenizer, encoded.input_ids[:end])
         piece, shown = text[shown:], len(text)
         pieces.append(f"{marks[0]}{piece}{marks[1]}" if is_target else piece)
     return "".join(pieces)
 
 
-def _renderer(tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]] | None) -> Render:
+def _renderer(tokenizer: Any, tools: list[dict[str, Any]] | None) -> Render:
     def render(messages: Messages, add_generation_prompt: bool) -> str:
         return tokenizer.apply_chat_template(
             list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
@@ -130,18 +126,22 @@ def _renderer(tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]] | 
     return render
 
 
-def _has_generation_markers(tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]] | None) -> bool:
+def _decode(tokenizer: Any, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _has_generation_markers(tokenizer: Any, tools: list[dict[str, Any]] | None) -> bool:
     return _GENERATION_MARKER.search(tokenizer.get_chat_template(tools=tools)) is not None
 
 
-def _end_of_turn_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+def _end_of_turn_tokens(tokenizer: Any) -> dict[str, int]:
     """Every token that can end a turn: the special and the added ones."""
     special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
     return {**tokenizer.get_added_vocab(), **special}
 
 
 def _encode_with_markers(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list[dict[str, Any]] | None
+    tokenizer: Any, messages: Messages, tools: list[dict[str, Any]] | None
 ) -> tuple[list[int], list[bool]]:
     tokens = tokenizer.apply_chat_template(
         list(messages),
@@ -155,11 +155,11 @@ def _encode_with_markers(
     ends = set(_end_of_turn_tokens(tokenizer).values())
     for start, stop in _runs(mask):
         last = stop - 1
-        while last > start and ids[last] not in ends and not tokenizer.decode([ids[last]]).strip():
+        while last > start and ids[last] not in ends and not _decode(tokenizer, [ids[last]]).strip():
             last -= 1
         if ids[last] not in ends:
             raise ValueError(
-                f"the template's {{% generation %}} block ends with {tokenizer.decode([ids[last]])!r}, not with an "
+                f"the template's {{% generation %}} block ends with {_decode(tokenizer, [ids[last]])!r}, not with an "
                 "end-of-turn token; move {% endgeneration %} behind that token (model.chat_template)"
             )
         mask[last + 1 : stop] = [False] * (stop - last - 1)
@@ -177,13 +177,11 @@ def _runs(mask: Sequence[bool]) -> Iterator[tuple[int, int]]:
             yield start, position
 
 
-def _check_nothing_dropped(
-    render: Render, messages: Messages, tools: list[dict[str, Any]] | None, text: str
-) -> None:
+def _check_nothing_dropped(render: Render, messages: Messages, tools: list[dict[str, Any]] | None, text: str) -> None:
     """ValueError where the template silently ignores a message of some role, a tool call or the list of tools."""
     for index, message in enumerate(messages):
-        content = message["content"].strip()
-        if message["role"] != "assistant" and content not in text and _is_ignored(render, messages, index, text):
+        given = message["role"] != "assistant" and message["content"].strip()
+        if given and _is_ignored(render, messages, index, text):
             raise ValueError(
                 f"the chat template leaves out messages[{index}] of role {message['role']!r}; "
                 "give a template that renders that role (model.chat_template)"

@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from os import PathLike, fspath
 from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
@@ -13,6 +14,7 @@ import pyarrow.parquet as pq
 
 logger = logging.getLogger("aarlib")
 
+FORMATS = (".parquet", ".jsonl", ".jsonl.gz")
 ROLES = ("system", "user", "assistant", "tool")
 OnBadRow = Literal["error", "skip"]
 _EXAMPLES_KEPT = 5
@@ -36,19 +38,20 @@ class ReadReport:
 
 
 def read_conversations(
-    path: str, on_bad_row: OnBadRow = "error", report: ReadReport | None = None
+    path: str | PathLike[str], on_bad_row: OnBadRow = "error", report: ReadReport | None = None
 ) -> Iterator[Conversation]:
     """Stream the conversations of one file or URI (s3://, gs://).
 
     Other columns (Tulu-3's `id` and `source`) are ignored and blank lines of JSONL are passed over. A row that is no
-    conversation raises a ValueError with file and line, or with "skip" is counted in `report` and in the log. A file that
-    cannot be read at all (corrupt, another format) always raises.
+    conversation raises a ValueError with file and line, or with "skip" is counted in `report` and in the log. A file
+    that cannot be read at all (corrupt, another format) always raises.
     """
     if on_bad_row not in ("error", "skip"):
         raise ValueError(f"on_bad_row = {on_bad_row!r} is neither 'error' nor 'skip'")
     report = ReadReport() if report is None else report
     rows_before, skipped_before = report.rows, report.skipped
-    name = path.rstrip("/").rsplit("/", 1)[-1]
+    path = fspath(path)
+    name = file_name(path)
     for number, row in _rows(path):
         report.rows += 1
         try:
@@ -68,7 +71,7 @@ def read_conversations(
 
 
 def parse_conversation(row: Any, row_id: str) -> Conversation:
-    """One row as a Conversation; ValueError says what is wrong with it. `row` may be the undecoded bytes of a JSON line."""
+    """One row as a Conversation; ValueError says what is wrong with it. A JSON line comes as undecoded bytes."""
     if isinstance(row, bytes):
         try:
             row = json.loads(row)
@@ -137,19 +140,21 @@ def _without_nulls(mapping: dict[str, Any]) -> dict[str, Any]:
 
 def _rows(path: str) -> Iterator[tuple[int, Any]]:
     """(row number from 1, row) of a file; JSON lines come undecoded."""
-    if path.endswith(".parquet"):
+    name = file_name(path)
+    if name.endswith(".parquet"):
         yield from enumerate(_parquet_rows(path), start=1)
-    elif path.endswith((".jsonl", ".jsonl.gz")):
+    elif name.endswith(FORMATS):
         yield from _lines(path)
     else:
-        raise ValueError(f"{path}: not a .parquet, .jsonl or .jsonl.gz file; convert it, or run `prepare` on its source")
+        raise ValueError(f"{path}: not a {', '.join(FORMATS)} file; convert it")
 
 
 def _lines(path: str) -> Iterator[tuple[int, bytes]]:
     number = 0
     try:
         filesystem, inner = open_location(path)
-        with filesystem.open_input_stream(inner, compression="detect") as stream:
+        compression = "gzip" if inner.endswith(".gz") else None
+        with filesystem.open_input_stream(inner, compression=compression) as stream:
             for number, line in enumerate(io.BufferedReader(stream), start=1):
                 if line.strip():
                     yield number, line
@@ -176,3 +181,8 @@ def open_location(path: str) -> tuple[pafs.FileSystem, str]:
     if "://" in path:
         return pafs.FileSystem.from_uri(path)
     return pafs.LocalFileSystem(), path
+
+
+def file_name(path: str) -> str:
+    """The last part of a local path or of a URI, its options left out."""
+    return (path.partition("?")[0] if "://" in path else path).rsplit("/", 1)[-1]

@@ -10,7 +10,7 @@ def row_hash(row_id: str, salt: str) -> int:
 
 
 def in_fraction(row_id: str, fraction: float, salt: str) -> bool:
-    """Whether the row belongs to the share `fraction` in [0, 1]; a larger share under the same salt contains a smaller one.
+    """Whether the row belongs to the share `fraction` in [0, 1]; under one salt a larger share contains a smaller one.
 
     The kept sample is salt "sample", the held-out split of it salt "held_out". The id is `<file name>:<line>`, not the
     content: a renamed file is another draw.

@@ -1,4 +1,4 @@
-"""Which part of a rendered conversation the assistant produced: the character spans of its text and end-of-turn marker."""
+"""Which characters of a rendered conversation the assistant produced: spans of its text and end-of-turn markers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -23,10 +23,10 @@ class Span(NamedTuple):
 def assistant_spans(render: Render, messages: Messages, end_markers: Sequence[str]) -> list[Span]:
     """One span per assistant message: what the model generates after the prompt, through its end-of-turn marker.
 
-    A marker is one of `end_markers`, the tokenizer's special and added tokens; whitespace after it is the template's. Where
-    the template wraps plain text in something of its own (an empty thinking block, a channel header) the span starts at
-    the text. A template that renders a turn differently once it is history is followed by substituting the text;
-    where that fails too, ValueError.
+    A marker is one of `end_markers`, the tokenizer's special and added tokens; whitespace after it is the template's.
+    Where the template puts something of its own before plain text (an empty thinking block, a channel header) the span
+    starts at the text. A template that renders a turn differently once it is history is followed by substituting the
+    text; where that fails too, ValueError.
     """
     text = render(messages, False)
     markers = tuple(sorted(filter(None, end_markers), key=len, reverse=True))
@@ -83,19 +83,20 @@ def _around_substitute(
     substituted = [*messages[:index], {**message, "content": _PLACEHOLDER}, *messages[index + 1 :]]
     try:
         before, found, after = render(substituted, False).partition(_PLACEHOLDER)
+        if_last = render(substituted[: index + 1], False).partition(_PLACEHOLDER)[2]
     except TemplateError:
         return None
     if not found or _PLACEHOLDER in after or not (text.startswith(before) and text.endswith(after)):
         return None
     marker = next((marker for marker in markers if after.lstrip().startswith(marker)), None)
-    if marker is None or len(before) + len(after) > len(text):
+    if marker is None or not if_last.lstrip().startswith(markers) or len(before) + len(after) > len(text):
         return None
     end = len(text) - len(after.lstrip()) + len(marker)
     return Span(len(before), end)
 
 
 def token_mask(text: str, offsets: Sequence[tuple[int, int]], spans: Sequence[Span]) -> list[bool]:
-    """Per token whether it belongs to a span. A token reaching outside a span belongs to it only if the rest is whitespace.
+    """Per token whether it belongs to a span. One that reaches outside belongs to it only if the rest is whitespace.
 
     `offsets` are those of one tokenisation of `text`. Some tokenizers leave leading spaces out of them (an indentation
     token then has zero width), so a token is taken to start where the one before it ended.

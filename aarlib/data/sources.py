@@ -1,0 +1,63 @@
+"""From globs and URIs to the list of files they name. Lists only; reads nothing."""
+
+import glob
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from fsspec.implementations.arrow import ArrowFSWrapper
+
+from aarlib.data.conversations import FORMATS, file_name, open_location
+
+
+def expand_sources(patterns: Sequence[str]) -> list[str]:
+    """The data files that local paths, folders, globs (with **) and URIs (s3://, gs://) name, sorted within a pattern.
+
+    In a URI `?` starts the connection's options (`s3://bucket/*.parquet?region=eu-west-1`), which stay with each file.
+    ValueError for a pattern that names no file, and for two files of one name, whose row ids would collide.
+    """
+    found = [path for pattern in patterns for path in _expand(pattern)]
+    paths = list(dict.fromkeys(found))
+    names = Counter(file_name(path) for path in paths)
+    twice = next((name for name, count in names.items() if count > 1), None)
+    if twice is not None:
+        clash = ", ".join(path for path in paths if file_name(path) == twice)
+        raise ValueError(f"data.train: files of one name ({clash}); row ids are <file name>:<line>, so rename one")
+    return paths
+
+
+def _expand(pattern: str) -> list[str]:
+    pattern = pattern.rstrip("/")
+    found = _expand_uri(pattern) if "://" in pattern else _expand_local(pattern)
+    if not found:
+        raise ValueError(
+            f"data.train: {pattern!r} names no {', '.join(FORMATS)} file; correct the path, or let "
+            "`python -m pipelines.prepare` ingest a hub dataset into it (data.hub)"
+        )
+    return found
+
+
+def _expand_local(pattern: str) -> list[str]:
+    path = Path(pattern).expanduser()
+    if path.is_file():
+        return [str(path)]
+    matches = path.glob("*") if path.is_dir() else map(Path, glob.glob(str(path), recursive=True))
+    return sorted(str(match) for match in matches if match.is_file() and _is_data(match.name))
+
+
+def _expand_uri(pattern: str) -> list[str]:
+    try:
+        location, inner = open_location(pattern)
+        filesystem = ArrowFSWrapper(location)
+        if filesystem.isdir(inner):
+            inner = f"{inner}/*"
+        matches = [str(match) for match in filesystem.glob(inner)]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"data.train: {pattern!r} cannot be listed: {error}; check URI and credentials") from error
+    scheme, query = pattern.split("://", 1)[0], pattern.partition("?")[2]
+    names = sorted(match for match in matches if _is_data(file_name(match)))
+    return [f"{scheme}://{name}" + (f"?{query}" if query else "") for name in names]
+
+
+def _is_data(name: str) -> bool:
+    return name.endswith(FORMATS) and not name.startswith(".")
