@@ -1,0 +1,128 @@
+"""Sums and word problems of one and two steps, worked digit by digit with the carry.
+
+A worked sum: `47+38: 7+8=15, write 5, carry 1; 4+3+1=8; 85.` A worked difference: `52-38: 2-8, borrow 1, 12-8=4; 5-3-1=1; 14.`
+One operand pair in ten is held out by a stable hash, and so are the last templates of every kind.
+"""
+
+import hashlib
+import random
+from typing import NamedTuple
+
+MAX_OPERAND = 99
+_THINGS = ("shells", "coins", "apples", "stamps", "cards", "nuts", "pens", "eggs", "books", "stones", "keys", "cups")
+_GAIN = (
+    "{n} has {a} {t} and finds {b} more. How many {t} does {n} have now?",
+    "{n} had {a} {t}. Then {m} gave {n} {b} {t}. How many {t} does {n} have?",
+    "There are {a} {t} in a box. {n} puts in {b} more. How many {t} are in the box?",
+    "{n} owns {a} {t} and {m} owns {b} {t}. How many {t} do they own together?",
+    "On Monday {n} sold {a} {t}, on Tuesday {b}. How many {t} did {n} sell?",
+    "{n} counts {a} {t} at home and {b} at school. How many {t} is that?",
+    "A shop got {a} {t} in the morning and {b} at noon. How many {t} did it get?",
+    "First {n} picked {a} {t}, later {b} {t}. How many {t} did {n} pick in all?",
+)
+_LOSS = (
+    "{n} has {a} {t} and loses {b}. How many {t} does {n} have now?",
+    "{n} had {a} {t}. Then {n} gave {m} {b} {t}. How many {t} does {n} have?",
+    "There are {a} {t} in a box. {n} takes out {b}. How many {t} are in the box?",
+    "{n} owns {a} {t}. {m} owns {b} fewer. How many {t} does {m} own?",
+    "A shop has {a} {t} and sells {b}. How many {t} are left?",
+    "{n} needs {a} {t} and has {b}. How many {t} are missing?",
+    "Of {a} {t}, {b} are broken. How many {t} are whole?",
+    "{n} brought {a} {t} and ate {b} of them. How many {t} remain?",
+)
+_THEN_GAIN = ("Then {n} gets {c} more.", "Later {n} finds {c} {t}.", "Next {m} brings {c} more.", "Soon {n} buys {c} {t}.")
+_THEN_LOSS = ("Then {n} loses {c}.", "Later {n} sells {c} {t}.", "Next {m} takes {c} of them.", "Soon {n} drops {c} {t}.")
+_START = ("{n} has {a} {t}.", "There are {a} {t} with {n}.", "{n} starts with {a} {t}.", "{n} keeps {a} {t}.")
+_ASK = ("How many {t} are there now?", "How many {t} does that make?", "How many {t} are left in the end?", "What is the number of {t} now?")
+HELD_OUT_TEMPLATES = 2
+"""The last two one-step templates of each kind; of the two-step parts, the last one."""
+
+
+class Step(NamedTuple):
+    a: int
+    sign: str
+    b: int
+
+    @property
+    def result(self) -> int:
+        return self.a + self.b if self.sign == "+" else self.a - self.b
+
+
+class Problem(NamedTuple):
+    text: str
+    steps: tuple[Step, ...]
+
+    @property
+    def answer(self) -> int:
+        return self.steps[-1].result
+
+    def chain(self) -> str:
+        return " ".join(worked(step) for step in self.steps) + f" The answer is {self.answer}."
+
+
+def worked(step: Step) -> str:
+    (a1, a0), (b1, b0) = divmod(step.a, 10), divmod(step.b, 10)
+    if step.sign == "+":
+        carry, unit = divmod(a0 + b0, 10)
+        return (
+            f"{step.a}+{step.b}: {a0}+{b0}={a0 + b0}, write {unit}, carry {carry}; "
+            f"{a1}+{b1}+{carry}={a1 + b1 + carry}; {step.result}."
+        )
+    borrow = int(a0 < b0)
+    units = f"{a0 + 10 * borrow}-{b0}={a0 + 10 * borrow - b0}"
+    return f"{step.a}-{step.b}: {a0}-{b0}, borrow {borrow}, {units}; {a1}-{b1}-{borrow}={a1 - b1 - borrow}; {step.result}."
+
+
+def is_held_out(step: Step) -> bool:
+    digest = hashlib.sha256(f"pair/{step.a}{step.sign}{step.b}".encode()).digest()
+    return digest[0] % 10 == 0
+
+
+def draw_step(rng: random.Random, held_out: bool, first: int | None = None, largest: int = MAX_OPERAND) -> Step:
+    """Half of the draws carry or borrow; the result of a sum may pass 99, a difference is never negative."""
+    while True:
+        sign, wants_carry = rng.choice("+-"), rng.random() < 0.5
+        step = Step(rng.randint(1, largest) if first is None else first, sign, rng.randint(1, largest))
+        for _ in range(30):
+            if _fits(step, wants_carry) and is_held_out(step) == held_out:
+                return step
+            step = Step(rng.randint(1, largest) if first is None else first, sign, rng.randint(1, largest))
+
+
+def _fits(step: Step, wants_carry: bool) -> bool:
+    a0, b0 = step.a % 10, step.b % 10
+    carries = a0 + b0 > 9 if step.sign == "+" else a0 < b0
+    return step.result >= 0 and carries == wants_carry
+
+
+def draw_problem(
+    rng: random.Random, names: tuple[str, ...], num_steps: int, held_out: bool, largest: int = MAX_OPERAND
+) -> Problem:
+    n, m = rng.sample(names, 2)
+    words = {"n": n, "m": m, "t": rng.choice(_THINGS)}
+    if num_steps == 1:
+        step = draw_step(rng, held_out, largest=largest)
+        template = _pick(rng, _GAIN if step.sign == "+" else _LOSS, held_out, HELD_OUT_TEMPLATES)
+        return Problem(template.format(a=step.a, b=step.b, **words), (step,))
+    first = draw_step(rng, held_out, largest=largest)
+    while not 1 <= first.result <= MAX_OPERAND:
+        first = draw_step(rng, held_out, largest=largest)
+    second = draw_step(rng, held_out, first=first.result, largest=largest)
+    parts = [_pick(rng, _START, held_out, 1).format(a=first.a, **words)]
+    for step in (first, second):
+        parts.append(_pick(rng, _THEN_GAIN if step.sign == "+" else _THEN_LOSS, held_out, 1).format(c=step.b, **words))
+    parts.append(_pick(rng, _ASK, held_out, 1).format(**words))
+    return Problem(" ".join(parts), (first, second))
+
+
+def _pick(rng: random.Random, templates: tuple[str, ...], held_out: bool, num_held_out: int) -> str:
+    return rng.choice(templates[-num_held_out:] if held_out else templates[:-num_held_out])
+
+
+def wrong_chain(problem: Problem, rng: random.Random) -> str:
+    """The chain of the problem with its last result wrong by one digit or two units."""
+    *before, last = problem.steps
+    wrong = last.result + rng.choice((-10, -2, -1, 1, 2, 10))
+    wrong = wrong if wrong >= 0 else last.result + 10
+    head, _, _ = worked(last).rpartition("; ")
+    return " ".join([*(worked(step) for step in before), f"{head}; {wrong}. The answer is {wrong}."])

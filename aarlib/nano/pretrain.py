@@ -1,0 +1,202 @@
+"""Pre-training of the nano model: a plain loop on one device, seeded, resumable, with a schedule that can meet a wall-clock."""
+
+import json
+import logging
+import os
+import shutil
+import time
+from datetime import UTC
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, OlmoeForCausalLM, PreTrainedTokenizerFast
+
+from aarlib.config import write_text_atomically
+from aarlib.nano.config import PretrainConfig
+from aarlib.nano.corpus import draw_batch, read_real_text, tokenizer_texts
+from aarlib.nano.folder import check_world, save_folder, write_world
+from aarlib.nano.model import build_model
+from aarlib.nano.objective import losses
+from aarlib.nano.tokenizer import train_tokenizer
+
+logger = logging.getLogger("aarlib")
+
+
+class Position(NamedTuple):
+    """How far a run is: optimizer steps, tokens seen, and progress in [0, 1] through its schedule."""
+
+    step: int = 0
+    tokens: int = 0
+    progress: float = 0.0
+
+
+class Clock:
+    """Progress is tokens over the budget, or the share of the time up to `stop_at` where that is further."""
+
+    def __init__(self, config: PretrainConfig, start: Position) -> None:
+        self.budget, self.start, self.began = config.token_budget, start, time.time()
+        self.stop = None
+        if config.stop_at is not None:
+            self.stop = (config.stop_at if config.stop_at.tzinfo else config.stop_at.replace(tzinfo=UTC)).timestamp()
+            if self.stop <= self.began:
+                raise ValueError(f"stop_at = {config.stop_at} has passed; name a later time or leave it out")
+
+    def progress(self, tokens: int) -> float:
+        by_tokens = tokens / self.budget
+        if self.stop is None:
+            return min(1.0, by_tokens)
+        elapsed = (time.time() - self.began) / (self.stop - self.began)
+        return min(1.0, max(by_tokens, self.start.progress + (1 - self.start.progress) * elapsed))
+
+
+def learning_rate(config: PretrainConfig, progress: float) -> float:
+    """Linear warm-up, constant, then linear to zero."""
+    if progress < config.warmup:
+        return config.learning_rate * (progress + 1e-3) / (config.warmup + 1e-3)
+    return config.learning_rate * min(1.0, (1 - progress) / (1 - config.decay_from))
+
+
+def pretrain(config: PretrainConfig) -> Path:
+    """Run to the end of the schedule, from the newest checkpoint if there is one; returns the folder of the final model."""
+    torch.set_num_threads(config.threads)
+    run = config.storage / config.name
+    real = read_real_text(config.real_text if config.world.mixture.get("real", 0) > 0 else None)
+    tokenizer = prepare_tokenizer(config, run, real)
+    model = build_model(config.model, tokenizer, config.seed).to(config.device)
+    model.set_experts_implementation(config.experts_implementation)
+    optimizer = make_optimizer(config, model)
+    position = resume(run, model, optimizer)
+    write_text_atomically(run / "config.json", config.to_json() + "\n")
+    truncate_metrics(run / "metrics.jsonl", position.step)
+    clock, began = Clock(config, position), time.time()
+    seen = position.tokens
+    while position.progress < 1.0:
+        record, position = train_step(config, model, optimizer, tokenizer, real, position, clock)
+        if position.step % config.log_every == 0 or position.progress >= 1.0:
+            record["tokens_per_second"] = (position.tokens - seen) / (time.time() - began)
+            append_metrics(run / "metrics.jsonl", record)
+        if position.step % config.checkpoint_every == 0 or position.progress >= 1.0:
+            save_checkpoint(run, model, optimizer, position)
+    save_folder(model, tokenizer, config.world, run / "model")
+    return run / "model"
+
+
+def prepare_tokenizer(config: PretrainConfig, run: Path, real: tuple[str, ...]) -> PreTrainedTokenizerFast:
+    """The run's tokenizer: the saved one on a resume (of the same world, else a ValueError), otherwise a new one."""
+    folder = run / "tokenizer"
+    if folder.is_dir():
+        check_world(folder, config.world)
+        return AutoTokenizer.from_pretrained(folder)
+    tokenizer = train_tokenizer(tokenizer_texts(config.world, real), config.model.vocab_size, config.model.context)
+    temporary = run / f".tokenizer.{os.getpid()}.tmp"
+    tokenizer.save_pretrained(temporary)
+    write_world(temporary, config.world)
+    os.replace(temporary, folder)
+    return tokenizer
+
+
+def make_optimizer(config: PretrainConfig, model: OlmoeForCausalLM) -> torch.optim.Optimizer:
+    """AdamW; weight decay on matrices only, not on norms and embeddings."""
+    decayed = [p for name, p in model.named_parameters() if p.dim() > 1 and "embed" not in name]
+    kept = [p for name, p in model.named_parameters() if p.dim() <= 1 or "embed" in name]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas)
+
+
+def train_step(
+    config: PretrainConfig,
+    model: OlmoeForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    tokenizer: PreTrainedTokenizerFast,
+    real: tuple[str, ...],
+    position: Position,
+    clock: Clock,
+) -> tuple[dict[str, Any], Position]:
+    batch = draw_batch(config, tokenizer, real, position.step, position.progress)
+    input_ids, labels = (tensor.to(config.device) for tensor in batch.tensors(tokenizer.pad_token_id))
+    rate = learning_rate(config, position.progress)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    with torch.autocast(torch.device(config.device).type, torch.bfloat16, enabled=config.autocast):
+        parts = losses(model, input_ids, labels)
+    (parts.ce + config.balance_coefficient * parts.balance + config.z_coefficient * parts.z).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+    if not torch.isfinite(norm):
+        raise ValueError(f"step {position.step}: the gradient is not finite; lower learning_rate = {config.learning_rate}")
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    tokens = position.tokens + sum(batch.num_tokens.values())
+    position = Position(position.step + 1, tokens, clock.progress(tokens))
+    record = {
+        "step": position.step,
+        "tokens": tokens,
+        "progress": position.progress,
+        "train/ce": parts.ce.item(),
+        "train/balance": parts.balance.item(),
+        "train/z": parts.z.item(),
+        "router/smallest_share": parts.smallest_share.item(),
+        "optim/lr": rate,
+        "optim/grad_norm": norm.item(),
+    }
+    return record, position
+
+
+def append_metrics(path: Path, record: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+    logger.info(
+        "step %d  tokens %.2fM  progress %.3f  ce %.4f  balance %.3f  lr %.1e  %.0f tokens/s",
+        record["step"], record["tokens"] / 1e6, record["progress"], record["train/ce"], record["train/balance"],
+        record["optim/lr"], record["tokens_per_second"],
+    )  # fmt: skip
+
+
+def truncate_metrics(path: Path, step: int) -> None:
+    """Drop what was logged after the checkpoint that the run resumes from."""
+    if path.is_file():
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        write_text_atomically(path, "".join(line for line in lines if json.loads(line)["step"] <= step))
+
+
+def checkpoints(run: Path) -> list[Path]:
+    return sorted(run.glob("checkpoint-*"))
+
+
+def save_checkpoint(run: Path, model: OlmoeForCausalLM, optimizer: torch.optim.Optimizer, position: Position) -> None:
+    """checkpoint-<step>/ with weights, optimizer state and position; renamed when whole, the newest two are kept."""
+    final = run / f"checkpoint-{position.step:07d}"
+    temporary = run / f".{final.name}.{os.getpid()}.tmp"
+    temporary.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, temporary / "model.safetensors")
+    torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
+    (temporary / "position.json").write_text(json.dumps(position._asdict()), encoding="utf-8")
+    if final.exists():
+        shutil.rmtree(final)
+    os.replace(temporary, final)
+    for old in checkpoints(run)[:-2]:
+        shutil.rmtree(old)
+
+
+def resume(run: Path, model: OlmoeForCausalLM, optimizer: torch.optim.Optimizer) -> Position:
+    """Load the newest checkpoint into `model` and `optimizer`; the start of a run where there is none."""
+    found = checkpoints(run)
+    if not found:
+        return Position()
+    model.load_state_dict(load_file(found[-1] / "model.safetensors"))
+    optimizer.load_state_dict(torch.load(found[-1] / "optimizer.pt", weights_only=True))
+    position = Position(**json.loads((found[-1] / "position.json").read_text(encoding="utf-8")))
+    logger.info("resuming from %s at %.2fM tokens", found[-1].name, position.tokens / 1e6)
+    return position
+
+
+def save_newest(config: PretrainConfig, folder: Path) -> Path:
+    """The newest checkpoint of the run (or the untrained model, before there is one) as a Hugging Face folder."""
+    run = config.storage / config.name
+    real = read_real_text(config.real_text if config.world.mixture.get("real", 0) > 0 else None)
+    tokenizer = prepare_tokenizer(config, run, real)
+    model = build_model(config.model, tokenizer, config.seed)
+    resume(run, model, make_optimizer(config, model))
+    save_folder(model, tokenizer, config.world, folder)
+    return folder

@@ -1,0 +1,57 @@
+"""Make the bundled nano model, or measure it.
+
+    python -m pipelines.pretrain_nano train [--config FILE] [--field=value ...]    pre-train; resumes where it stopped
+    python -m pipelines.pretrain_nano save [--config FILE]                         newest checkpoint -> --into FOLDER
+    python -m pipelines.pretrain_nano quality [--weights FOLDER]                   the model card's table
+"""
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from aarlib.nano import WEIGHTS
+from aarlib.nano.config import PretrainConfig
+
+CONFIG = Path(__file__).parent / "configs" / "pretrain_nano.toml"
+
+
+def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(prog="python -m pipelines.pretrain_nano", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("verb", choices=("train", "save", "quality"))
+    parser.add_argument("--config", type=Path, default=CONFIG)
+    parser.add_argument("--into", type=Path, default=WEIGHTS, help="save: the Hugging Face folder to write")
+    parser.add_argument("--weights", type=Path, default=WEIGHTS, help="quality: the folder to measure")
+    parser.add_argument("--items", type=int, default=500, help="quality: items for each measure")
+    parser.add_argument("--write-card", action="store_true", help="quality: write the table into the folder's README.md")
+    parser.add_argument("--print-config", action="store_true")
+    return parser.parse_known_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options, overrides = parse(sys.argv[1:] if arguments is None else arguments)
+    config = PretrainConfig.from_toml(options.config, overrides)
+    if options.print_config:
+        print(config.to_json())
+        return
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    if options.verb == "train":
+        from aarlib.nano.pretrain import pretrain
+
+        print(pretrain(config))
+    elif options.verb == "save":
+        from aarlib.nano.pretrain import save_newest
+
+        print(save_newest(config, options.into))
+    else:
+        from aarlib.nano.quality import card_table, measure, write_card
+
+        table = card_table(measure(options.weights, config.world, options.items, config.real_text))
+        print(table)
+        if options.write_card:
+            write_card(options.weights, table)
+
+
+if __name__ == "__main__":
+    main()
