@@ -26,6 +26,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+@torch.compiler.disable  # a graph break: inductor fails on the band's strided reads ("vr must not be None")
 def fused_attention(
     query: Tensor,
     key: Tensor,
@@ -94,6 +95,11 @@ class _FusedAttention(torch.autograd.Function):
         return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value, grad_sinks, *(None,) * 5
 
 
+def _pad(tensor: Tensor, amounts: tuple[int, ...]) -> Tensor:
+    """torch's pad, which copies even where there is nothing to add."""
+    return pad(tensor, amounts) if any(amounts) else tensor
+
+
 def _flash_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> tuple[bool, Tensor | None]:
     """is_causal and attn_mask for aten, whose is_causal is aligned top-left and whose mask has the query's dtype."""
     if mask is not None:
@@ -110,7 +116,7 @@ def _flash_forward(
     """output [B,H,Sq,Dv] and log-sum-exp [B,H,Sq], both with the sinks; a fully masked row has output 0 and p = 0."""
     width = max(query.shape[-1], value.shape[-1])
     is_causal, bias = _flash_mask(mask, query, key)
-    padded = [pad(tensor, (0, width - tensor.shape[-1])) for tensor in (query, key, value)]
+    padded = [_pad(tensor, (0, width - tensor.shape[-1])) for tensor in (query, key, value)]
     output, lse = _flash(*padded, 0.0, is_causal, attn_mask=bias, scale=scale)
     output = output[..., : value.shape[-1]]
     if bias is not None:
@@ -141,7 +147,7 @@ def _flash_gradient(
         grad_output = pad(grad_output, (0, 1), value=1.0)
     width = max(head_dim, output.shape[-1])
     is_causal, bias = _flash_mask(mask, query, key)
-    padded = [pad(tensor, (0, width - tensor.shape[-1])) for tensor in (grad_output, query, key, value, output)]
+    padded = [_pad(tensor, (0, width - tensor.shape[-1])) for tensor in (grad_output, query, key, value, output)]
     grads = _flash_backward(*padded, lse, 0.0, is_causal, attn_mask=bias, scale=scale)
     return grads[0][..., :head_dim], grads[1][..., :head_dim], grads[2][..., :value_dim]
 
@@ -189,8 +195,8 @@ def _blocks(query: Tensor, key: Tensor, window: int) -> _Blocks:
     num_queries, num_keys = query.shape[2], key.shape[2]
     rows = min(BAND_BLOCK, num_queries)
     left, right = window - 1 - (num_keys - num_queries), -num_queries % rows
-    grouped = pad(query, (0, 0, 0, right)).unflatten(2, (-1, rows)).unflatten(1, (key.shape[1], -1))
-    keys = pad(key, (0, 0, left, right)).unfold(2, rows + window - 1, rows)
+    grouped = _pad(query, (0, 0, 0, right)).unflatten(2, (-1, rows)).unflatten(1, (key.shape[1], -1))
+    keys = _pad(key, (0, 0, left, right)).unfold(2, rows + window - 1, rows)
     return _Blocks(grouped.transpose(2, 3).flatten(3, 4), keys, rows, left, right)
 
 
@@ -217,14 +223,14 @@ def _diagonals_backward(grad: Float[Tensor, "B H Sq M"], query: Tensor, key: Ten
     window, num_queries = grad.shape[-1], query.shape[2]
     query, key = query.to(grad.dtype), key.to(grad.dtype)
     blocks = _blocks(query, key, window)
-    grouped = pad(grad, (0, 0, 0, blocks.right)).unflatten(2, (-1, blocks.rows)).unflatten(1, (key.shape[1], -1))
+    grouped = _pad(grad, (0, 0, 0, blocks.right)).unflatten(2, (-1, blocks.rows)).unflatten(1, (key.shape[1], -1))
     grouped = grouped.transpose(2, 3)
     scores = grad.new_zeros(*grouped.shape[:-1], blocks.rows + window - 1)
     _diagonal_view(scores, window).copy_(grouped)
     scores = scores.flatten(3, 4)
     grad_query = (scores @ blocks.key.mT).unflatten(3, (-1, blocks.rows)).transpose(2, 3)
     grad_query = grad_query.flatten(3, 4).flatten(1, 2)[:, :, :num_queries]
-    padded_size = (*key.shape[:2], key.shape[2] + blocks.left + blocks.right, key.shape[3])
-    overlapping = blocks.query.mT @ scores
-    padded = torch.ops.aten.unfold_backward(overlapping, padded_size, 2, scores.shape[-1], blocks.rows)
-    return _QueryKey(grad_query, pad(padded, (0, 0, -blocks.left, -blocks.right)))
+    padded = grad.new_zeros(*key.shape[:2], key.shape[2] + blocks.left + blocks.right, key.shape[3])
+    for index, part in enumerate((scores.mT @ blocks.query).unbind(2)):
+        padded[:, :, index * blocks.rows :][:, :, : part.shape[2]] += part
+    return _QueryKey(grad_query, _pad(padded, (0, 0, -blocks.left, -blocks.right)))
