@@ -17,6 +17,7 @@ from aarlib.aar.config import AARConfig, RouterSFTConfig
 from aarlib.moe.anatomy import anatomy
 from aarlib.moe.attention import CaptureRequest
 from aarlib.moe.dispatch import Selector
+from aarlib.moe.packing import packed_inputs
 from aarlib.moe.patching import Rank, wrap_forward
 from aarlib.moe.record import record
 
@@ -146,7 +147,8 @@ def batch_against_single(model: Any, inputs: Inputs) -> float:
 def packed_against_single(model: Any, input_ids: Tensor, lengths: list[int]) -> float:
     """Logits of documents packed into one row (position_ids restart, no mask) against each document alone."""
     positions = torch.cat([torch.arange(length) for length in lengths])[None].to(input_ids.device)
-    packed = _logits(model, {"input_ids": input_ids, "position_ids": positions})[0]
+    with torch.no_grad():
+        packed = model(**packed_inputs(model, input_ids, positions)).logits[0]
     alone = [_logits(model, {"input_ids": document})[0] for document in input_ids.split(lengths, dim=1)]
     return error(packed, torch.cat(alone))
 

@@ -37,6 +37,8 @@ class Family:
     """The dtype in which the stock router returns its weights."""
     sinks: str | None = None
     """Per-head attention sink logits on the attention module."""
+    masks_from_positions: bool = True
+    """Whether the model's own code keeps packed documents apart by position_ids."""
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -61,7 +63,14 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         model_types=("deepseek_v2",), shared_expert="shared_experts", renormalises="never", weights_dtype="float32"
     ),
-    Family(model_types=("gpt_oss",), router="router", router_bias="bias", renormalises="always", sinks="sinks"),
+    Family(
+        model_types=("gpt_oss",),
+        router="router",
+        router_bias="bias",
+        renormalises="always",
+        sinks="sinks",
+        masks_from_positions=False,
+    ),
 )
 
 

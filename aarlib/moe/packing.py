@@ -1,0 +1,43 @@
+"""Packed batches: several documents in one row, positions restarting at 0 (transformers' convention)."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from aarlib.moe.anatomy import anatomy
+from aarlib.moe.families import Family
+
+
+def packed_inputs(
+    model: nn.Module, input_ids: Int[Tensor, "B S"], position_ids: Int[Tensor, "B S"], family: Family | None = None
+) -> dict[str, Any]:
+    """Arguments of a forward that keeps packed documents apart; no cache.
+
+    Most families derive the mask from position_ids; where the model's own code does not, the masks are built here. Raises
+    ValueError for models with linear-attention layers, whose state would run from one document into the next.
+    """
+    parts = anatomy(model, family)
+    linear = [layer.index for layer in parts.layers if layer.linear_attention is not None]
+    if linear:
+        raise ValueError(
+            f"packing: layers {linear} are linear attention, whose state crosses documents; train without packing"
+        )
+    arguments: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
+    if parts.family.masks_from_positions:
+        return arguments
+    embeddings = torch.empty(*input_ids.shape, 1, dtype=parts.layers[0].moe_norm.weight.dtype, device=input_ids.device)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    shared = {
+        "config": parts.config,
+        "inputs_embeds": embeddings,
+        "attention_mask": None,
+        "cache": None,
+        "position_ids": position_ids,
+    }
+    masks = {
+        "full_attention": create_causal_mask(**shared),
+        "sliding_attention": create_sliding_window_causal_mask(**shared),
+    }
+    return {**arguments, "attention_mask": masks}
