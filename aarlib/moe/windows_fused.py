@@ -26,7 +26,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-@torch.compiler.disable  # a graph break: inductor fails on the band's strided reads ("vr must not be None")
+@torch.compiler.disable()  # a graph break: inductor fails on the band's strided reads ("vr must not be None")
 def fused_attention(
     query: Tensor,
     key: Tensor,
@@ -72,7 +72,9 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, mask, output, lse = ctx.saved_tensors
         grad_output, grad_windows, _ = grads
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
