@@ -30,9 +30,7 @@ LOADING = "(loading)"
 
 
 class Worker(Protocol):
-    """Constructed once per actor from JSON-able settings; loads its own model from name and revision."""
-
-    def __init__(self, **settings: Any) -> None: ...
+    """Importable, constructed once per actor from JSON-able settings; loads its own model from name and revision."""
 
     def __call__(self, unit: Unit) -> pd.DataFrame: ...
 
@@ -53,7 +51,7 @@ class UnitsError(RuntimeError):
 
 def run_units(
     units: Sequence[Unit],
-    worker: type[Worker],
+    worker: Callable[..., Worker],
     out_dir: str | Path,
     *,
     settings: Mapping[str, Any] | None = None,
@@ -107,7 +105,7 @@ def _check_units(units: Sequence[Unit]) -> None:
         raise ValueError(f"unit ids {sorted(map(str, twice))} occur more than once; give every unit a unique 'id'")
 
 
-def _manifest(units: Sequence[Unit], worker: type, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _manifest(units: Sequence[Unit], worker: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     name = f"{worker.__module__}:{worker.__qualname__}"
     if worker.__module__ == "__main__" or "<locals>" in worker.__qualname__:
         raise ValueError(f"worker {name} cannot be imported by an actor; define it at the top level of a module")
@@ -171,7 +169,7 @@ def _fitting_actors(wanted: int, resources: Resources) -> int:
 class _Actor:
     """`start` loads, so that an error there arrives as itself and not as the death of an actor."""
 
-    def start(self, worker: type[Worker], settings: dict[str, Any]) -> None:
+    def start(self, worker: Callable[..., Worker], settings: dict[str, Any]) -> None:
         self._worker = worker(**settings)
 
     def run(self, unit: dict[str, Any]) -> pd.DataFrame:
@@ -189,7 +187,12 @@ class _Dispatcher:
     """Hands units to actors, one at a time each, and stores what comes back."""
 
     def __init__(
-        self, worker: type[Worker], settings: dict[str, Any], resources: Resources, max_deaths: int, store: Store
+        self,
+        worker: Callable[..., Worker],
+        settings: dict[str, Any],
+        resources: Resources,
+        max_deaths: int,
+        store: Store,
     ):
         self._worker, self._settings, self._resources = worker, settings, resources
         self._max_deaths, self._store = max_deaths, store
@@ -217,8 +220,8 @@ class _Dispatcher:
         return self._failures
 
     def _launch(self) -> None:
-        resources = {"num_cpus": self._resources.cpus, "num_gpus": self._resources.gpus}
-        actor: Any = ray.remote(max_restarts=0, **resources)(_Actor).remote()
+        remote: Any = ray.remote(_Actor)
+        actor = remote.options(max_restarts=0, num_cpus=self._resources.cpus, num_gpus=self._resources.gpus).remote()
         self._actors.append(actor)
         self._running[actor.start.remote(self._worker, self._settings)] = _Task(actor, None)
 

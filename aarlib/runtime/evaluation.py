@@ -1,0 +1,155 @@
+"""lm-eval over adapters in parallel: one unit per (adapter, task), each scored on the base that its actor holds."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import pandas as pd
+
+from aarlib.moe.loading import load_model, load_tokenizer
+from aarlib.runtime.harness import HarnessSettings, TaskSource, resolve_tasks, score, task_manager
+from aarlib.runtime.units import Resources, Unit, run_units
+from aarlib.training.adapter import load_adapter, read_metadata
+from aarlib.training.config import EvaluateConfig, ModelConfig, RunConfig
+
+logger = logging.getLogger("aarlib")
+
+UNTOUCHED = "untouched"
+NANO_DOCUMENTS = 200
+"""Documents of each task of the bundled world, where evaluate.limit names no number."""
+SCORE_COLUMNS = [
+    *("adapter", "task", "metric", "filter", "value", "stderr"),
+    *("higher_is_better", "num_documents", "num_truncated", "settings"),
+]
+SAMPLE_COLUMNS = [
+    *("adapter", "task", "filter", "doc_id", "prompt", "target"),
+    *("responses", "metrics", "stop_reasons"),
+]
+
+
+class Evaluation(NamedTuple):
+    scores: pd.DataFrame
+    """One row per (adapter, task, metric, filter); columns SCORE_COLUMNS."""
+    samples: pd.DataFrame
+    """One row per (adapter, task, filter, document); columns SAMPLE_COLUMNS."""
+
+
+def evaluate(config: RunConfig, run_dir: str | Path) -> Evaluation:
+    """Score the untouched model and every adapter of `run_dir` on `config.evaluate.tasks`; writes `run_dir/evaluation`.
+
+    Unknown or unsafe tasks and missing data raise ValueError before any model is loaded. Units that are stored are not
+    repeated. Ray must be initialised.
+    """
+    folder = Path(run_dir) / "evaluation"
+    source = find_tasks(config.evaluate, folder)
+    adapters = find_adapters(config, run_dir)
+    units = [
+        {"id": f"{name}.{task}", "adapter": name, "path": path, "sha256": digest, "task": task}
+        for task in source.names
+        for name, path, digest in adapters
+    ]
+    settings = {
+        "model": config.model.model_dump(mode="json"),
+        "source": source._asdict(),
+        "harness": harness_settings(config.evaluate)._asdict(),
+        "gpus": config.evaluate.gpus_per_actor,
+    }
+    resources = Resources(cpus=1, gpus=config.evaluate.gpus_per_actor)
+    frame = run_units(
+        units,
+        Evaluator,
+        folder,
+        settings=settings,
+        num_actors=config.evaluate.num_actors,
+        resources=resources,
+        label="evaluate",
+    )
+    evaluation = split_records(frame)
+    _write_parquet(evaluation.scores, folder / "scores.parquet")
+    _write_parquet(evaluation.samples, folder / "samples.parquet")
+    return evaluation
+
+
+class Evaluator:
+    """The worker of `run_units`: loads the base once, attaches one adapter after the other."""
+
+    def __init__(self, model: Mapping[str, Any], source: Mapping[str, Any], harness: Mapping[str, Any], gpus: float):
+        self._manager = task_manager(TaskSource(**source))
+        self._settings = HarnessSettings(**harness)
+        self._model, self._tokenizer = load_base(ModelConfig.from_mapping(model), gpus)
+
+    def __call__(self, unit: Unit) -> pd.DataFrame:
+        handle = load_adapter(self._model, unit["path"]) if unit["path"] else None
+        try:
+            frame = score(self._model, self._tokenizer, unit["task"], self._manager, self._settings)
+        finally:
+            if handle is not None:
+                handle.detach()
+        return frame.assign(adapter=unit["adapter"])
+
+
+def load_base(config: ModelConfig, gpus: float) -> tuple[Any, Any]:
+    """Model and tokenizer of the run: on the CPU, on the actor's GPU, or spread over its several GPUs."""
+    model, _ = load_model(
+        config.name,
+        config.revision,
+        dtype=config.dtype,
+        device="cuda" if 0 < gpus <= 1 else None,
+        device_map="auto" if gpus > 1 else None,
+        experts_implementation=config.experts_implementation,
+    )
+    return model, load_tokenizer(config.name, config.revision, config.chat_template)
+
+
+class Adapter(NamedTuple):
+    name: str
+    path: str | None
+    sha256: str | None
+
+
+def find_adapters(config: RunConfig, run_dir: str | Path) -> list[Adapter]:
+    """The untouched model, then the adapter of every finished training of the config; a missing one is logged."""
+    adapters = [Adapter(UNTOUCHED, None, None)]
+    for run in config.runs():
+        folder = Path(run_dir) / run.name / "adapter"
+        if not folder.is_dir():
+            logger.warning("%s has no adapter yet; it is not evaluated", run.name)
+            continue
+        adapters.append(Adapter(run.name, str(folder.resolve()), read_metadata(folder)["sha256"]))
+    return adapters
+
+
+def harness_settings(config: EvaluateConfig) -> HarnessSettings:
+    return HarnessSettings(
+        num_fewshot=config.num_fewshot,
+        batch_size=config.batch_size,
+        apply_chat_template=config.apply_chat_template,
+        limit=config.limit,
+        max_gen_toks=config.max_gen_toks,
+    )
+
+
+def find_tasks(config: EvaluateConfig, folder: str | Path) -> TaskSource:
+    """Where the tasks are defined; those of the bundled world (`nano_...`) are written below `folder` first."""
+    include = [config.include_path] if config.include_path else []
+    if any(task.startswith("nano_") for task in config.tasks):
+        from aarlib.nano.tasks import write_tasks
+
+        include.append(write_tasks(Path(folder).resolve() / "tasks", documents=config.limit or NANO_DOCUMENTS, seed=0))
+    return resolve_tasks(config.tasks, include)
+
+
+def split_records(frame: pd.DataFrame) -> Evaluation:
+    def of(record: str, columns: list[str]) -> pd.DataFrame:
+        rows = pd.DataFrame(frame[frame["record"] == record], columns=columns)
+        return rows.convert_dtypes().reset_index(drop=True)
+
+    return Evaluation(of("score", SCORE_COLUMNS), of("sample", SAMPLE_COLUMNS))
+
+
+def _write_parquet(frame: pd.DataFrame, path: Path) -> None:
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+    frame.to_parquet(temporary, index=False)
+    temporary.replace(path)

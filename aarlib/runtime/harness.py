@@ -1,0 +1,300 @@
+"""lm-eval on a model in memory: which tasks are allowed, when a generation stops, a score with all its settings."""
+
+import difflib
+import hashlib
+import json
+import logging
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from lm_eval.api.model import CacheHook
+from lm_eval.evaluator import evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+import aarlib
+from aarlib.data.chat import Conversation, encode
+
+logger = logging.getLogger("aarlib")
+
+SEEDS = {"random": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}
+
+
+class TaskSource(NamedTuple):
+    """Task, group or tag names, and the folders whose YAML files define them."""
+
+    names: tuple[str, ...]
+    folders: tuple[str, ...]
+
+
+class HarnessSettings(NamedTuple):
+    num_fewshot: int | None = None
+    batch_size: int = 16
+    apply_chat_template: bool = False
+    limit: int | None = None
+    max_gen_toks: int | None = None
+
+
+def resolve_tasks(names: Sequence[str], include_paths: Sequence[str | Path] = ()) -> TaskSource:
+    """Find every task, loading no model; ValueError where one is unknown, runs generated code, or lacks its data.
+
+    lm-eval's own tasks are indexed (half a minute) only where `include_paths` do not hold all the names.
+    """
+    if not names:
+        raise ValueError("evaluate.tasks is empty; name at least one lm-eval task")
+    include_path: list[str | Path] = list(include_paths)
+    manager = TaskManager(include_defaults=False, include_path=include_path)
+    if any(name not in manager.task_index for name in names):
+        logger.info("indexing lm-eval's own tasks")
+        manager = TaskManager(include_path=include_path)
+    leaves = {name: list(_leaves(name, manager.task_index, f"evaluate.tasks: {name!r}")) for name in names}
+    for name, entries in leaves.items():
+        unsafe = sorted(entry.name for entry in entries if (entry.cfg or {}).get("unsafe_code"))
+        if unsafe:
+            raise ValueError(
+                f"evaluate.tasks: {name!r} runs code that the model wrote, which evaluate never does "
+                f"(lm-eval marks {', '.join(unsafe[:3])} unsafe); remove it"
+            )
+    entries = [entry for found in leaves.values() for entry in found]
+    entries += [manager.task_index[name] for name in names]
+    folders = sorted({str(Path(entry.yaml_path).parent) for entry in entries if entry.yaml_path})
+    source = TaskSource(tuple(names), _outermost(folders))
+    _check_data(source)
+    return source
+
+
+def _leaves(name: str, index: Mapping[str, Any], origin: str) -> Iterator[Any]:
+    """The tasks below a task, group or tag."""
+    if name not in index:
+        near = difflib.get_close_matches(name, index, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "`lm-eval ls tasks` lists them"
+        raise ValueError(f"{origin}: no task, group or tag {name!r}; {hint} (further tasks: evaluate.include_path)")
+    entry = index[name]
+    if entry.kind.name == "TAG":
+        children: list[Any] = sorted(entry.tags)
+    elif entry.kind.name == "GROUP":
+        children = list((entry.cfg or {}).get("task", []))
+    else:
+        yield entry
+        return
+    for child in children:
+        child_name = child if isinstance(child, str) else child.get("task", child.get("group"))
+        if isinstance(child_name, str):
+            yield from _leaves(child_name, index, origin)
+
+
+def _outermost(folders: Sequence[str]) -> tuple[str, ...]:
+    """Folders without those that lie inside another one: lm-eval reads a folder with everything below it."""
+    paths = [Path(folder) for folder in folders]
+    return tuple(str(path) for path in paths if not any(other in path.parents for other in paths))
+
+
+def _check_data(source: TaskSource) -> None:
+    manager = task_manager(source)
+    for name in source.names:
+        try:
+            manager.load([name])
+        except (OSError, ValueError, ImportError, KeyError) as error:
+            raise ValueError(
+                f"evaluate.tasks: {name!r} cannot be loaded ({type(error).__name__}: {error}); fetch its data where "
+                "there is a network, or give a task with local data_files in evaluate.include_path"
+            ) from error
+
+
+def task_manager(source: TaskSource) -> TaskManager:
+    return TaskManager(include_defaults=False, include_path=list(source.folders))
+
+
+def end_of_turn_id(tokenizer: Any) -> int:
+    """The token with which the chat template ends an assistant turn."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    encoded = encode(tokenizer, Conversation("end of turn", turns, None), sequence_length=1 << 20)
+    return [token for token, is_target in zip(encoded.input_ids, encoded.target_mask, strict=True) if is_target][-1]
+
+
+_HFLM: Any = HFLM
+
+
+class HarnessLM(_HFLM):
+    """HFLM that ends each row of a batch at its own end token and remembers why each generation stopped.
+
+    HFLM alone goes on with a finished row until the whole batch is done and then drops special tokens from the text, so
+    that what follows an end-of-turn token would be taken for part of the answer.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, batch_size: int, apply_chat_template: bool):
+        super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+        self.end_ids = [tokenizer.eos_token_id]
+        if apply_chat_template:
+            self.end_ids = sorted({tokenizer.eos_token_id, end_of_turn_id(tokenizer)})
+        self.stop_reasons: dict[str, str] = {}
+        self.num_truncated = 0
+        self._pending: deque[str] = deque()
+        self.cache_hook = _StopReasonHook(self._pending, self.stop_reasons)
+
+    @property
+    def end_strings(self) -> list[str]:
+        return [self.tok_decode([token], skip_special_tokens=False) for token in self.end_ids]
+
+    def _model_generate(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> Any:
+        rows = super()._model_generate(context, max_length, stop, eos_token_id=self.end_ids, **kwargs)
+        self._pending.extend(self._stop_reason(row, stop) for row in rows[:, context.shape[1] :].tolist())
+        return rows
+
+    def _stop_reason(self, token_ids: list[int], stop: list[str]) -> str:
+        end = next((index for index, token in enumerate(token_ids) if token in self.end_ids), None)
+        text = self.tokenizer.decode(token_ids[:end], skip_special_tokens=False)
+        found = [string for string in stop if string and string in text]
+        if found:
+            return f"stop string {min(found, key=text.index)!r}"
+        if end is None:
+            return "length"
+        return f"token {self.tokenizer.convert_ids_to_tokens(token_ids[end])}"
+
+    def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
+        self.num_truncated += sum(len(context) + len(rest) > self.max_length + 1 for _, context, rest in requests)
+        return super()._loglikelihood_tokens(requests, *args, **kwargs)
+
+    def tok_batch_encode(
+        self, strings: list[str], *args: Any, left_truncate_len: int | None = None, **kwargs: Any
+    ) -> Any:
+        if left_truncate_len:
+            self.num_truncated += sum(len(self.tok_encode(string)) > left_truncate_len for string in strings)
+        return super().tok_batch_encode(strings, *args, left_truncate_len=left_truncate_len, **kwargs)
+
+
+class _StopReasonHook(CacheHook):
+    """lm-eval calls it once per finished generation, in the order of the batch's rows."""
+
+    def __init__(self, pending: deque[str], reasons: dict[str, str]):
+        super().__init__(None)
+        self._pending, self._reasons = pending, reasons
+
+    def add_partial(self, attr: str, req: Any, res: Any) -> None:
+        if attr == "generate_until":
+            self._reasons[req[0]] = self._pending.popleft()
+
+
+def score(model: Any, tokenizer: Any, task: str, manager: TaskManager, settings: HarnessSettings) -> pd.DataFrame:
+    """Rows of record `score` (task, metric, filter, value, stderr, num_documents, settings, ...) and `sample`.
+
+    `task` may be a group: its rows are those of its members and the aggregates. A sample row holds one document under
+    one filter: doc_id, prompt, target, responses, metrics, stop_reasons (JSON; empty where nothing was generated).
+    """
+    lm = HarnessLM(model, tokenizer, settings.batch_size, settings.apply_chat_template)
+    loaded = manager.load([task])
+    for member in loaded["tasks"].values():
+        _configure(member, lm, settings)
+    _seed_everything()
+    results = evaluate(
+        lm,
+        loaded,
+        limit=settings.limit,
+        apply_chat_template=settings.apply_chat_template,
+        fewshot_as_multiturn=settings.apply_chat_template,
+    )
+    assert results is not None, "lm-eval returned nothing on rank 0"
+    return pd.DataFrame([*_score_rows(results, lm, settings), *_sample_rows(results, lm)])
+
+
+def _configure(task: Any, lm: HarnessLM, settings: HarnessSettings) -> None:
+    """Few-shot, seed, generation; with a chat template the end-of-turn token replaces few-shot stop strings."""
+    own = task.get_config("num_fewshot")
+    if own is None or (settings.num_fewshot is not None and own != 0):
+        task.set_config(key="num_fewshot", value=settings.num_fewshot or 0)
+    task.set_fewshot_seed(seed=SEEDS["fewshot"])
+    if task.get_config("output_type") != "generate_until":
+        return
+    changes: dict[str, Any] = {}
+    if settings.max_gen_toks is not None:
+        changes["max_gen_toks"] = settings.max_gen_toks
+    if settings.apply_chat_template:
+        changes["until"] = lm.end_strings
+    task.set_config(key="generation_kwargs", value=changes, update=True)
+    wanted = task.config.generation_kwargs.get("max_gen_toks", lm.max_gen_toks)
+    if wanted >= lm.max_length:
+        raise ValueError(
+            f"task {task.task_name!r} generates up to {wanted} tokens and the model's context is {lm.max_length}; "
+            "set evaluate.max_gen_toks lower"
+        )
+
+
+def _seed_everything() -> None:
+    random.seed(SEEDS["random"])
+    np.random.seed(SEEDS["numpy"])
+    torch.manual_seed(SEEDS["torch"])
+
+
+def _score_rows(results: Mapping[str, Any], lm: HarnessLM, settings: HarnessSettings) -> Iterator[dict[str, Any]]:
+    members = results["group_subtasks"]
+    for name, metrics in {**results["results"], **results.get("groups", {})}.items():
+        described = json.dumps(_settings_of(name, results, lm, settings), sort_keys=True)
+        for key, value in metrics.items():
+            metric, separator, filter_name = key.partition(",")
+            if not separator or metric.endswith("_stderr"):
+                continue
+            stderr = metrics.get(f"{metric}_stderr,{filter_name}", "N/A")
+            yield {
+                "record": "score",
+                "task": name,
+                "metric": metric,
+                "filter": filter_name,
+                "value": float(value),
+                "stderr": float("nan") if stderr == "N/A" else float(stderr),
+                "higher_is_better": results["higher_is_better"].get(name, {}).get(metric),
+                "num_documents": _num_documents(name, results["n-samples"], members),
+                "num_truncated": lm.num_truncated,
+                "settings": described,
+            }
+
+
+def _num_documents(name: str, counts: Mapping[str, Mapping[str, int]], members: Mapping[str, Sequence[str]]) -> int:
+    if name in counts:
+        return counts[name]["effective"]
+    return sum(_num_documents(member, counts, members) for member in members[name])
+
+
+def _settings_of(name: str, results: Mapping[str, Any], lm: HarnessLM, settings: HarnessSettings) -> dict[str, Any]:
+    config = results["configs"].get(name, {})
+    template = lm.tokenizer.chat_template if settings.apply_chat_template else None
+    return {
+        **settings._asdict(),
+        "num_fewshot": results["n-shot"].get(name),
+        "fewshot_as_multiturn": settings.apply_chat_template,
+        "chat_template_sha256": hashlib.sha256(str(template).encode()).hexdigest() if template else None,
+        "generation": config.get("generation_kwargs") if config.get("output_type") == "generate_until" else None,
+        "end_tokens": lm.end_strings,
+        "max_length": lm.max_length,
+        "dtype": str(lm.model.dtype).removeprefix("torch."),
+        "seeds": SEEDS,
+        "task_version": results["versions"].get(name),
+        "versions": {
+            "aarlib": aarlib.__version__,
+            **{package: version(package) for package in ("lm_eval", "torch", "transformers")},
+        },
+    }
+
+
+def _sample_rows(results: Mapping[str, Any], lm: HarnessLM) -> Iterator[dict[str, Any]]:
+    for name, samples in results["samples"].items():
+        for sample in samples:
+            prompt = sample["arguments"][0][0]
+            reasons = [lm.stop_reasons.get(arguments[0]) for arguments in sample["arguments"]]
+            yield {
+                "record": "sample",
+                "task": name,
+                "filter": sample["filter"],
+                "doc_id": sample["doc_id"],
+                "prompt": prompt,
+                "target": str(sample["target"]),
+                "responses": json.dumps(sample["resps"], default=str),
+                "metrics": json.dumps({metric: sample[metric] for metric in sample["metrics"]}, default=str),
+                "stop_reasons": json.dumps([reason for reason in reasons if reason]),
+            }
