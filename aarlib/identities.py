@@ -49,7 +49,9 @@ def randomise(handle: RoutingHandle, seed: int = 0) -> None:
             fan = parameter.shape[-1] if "gate_" in name else 1
             scale = 2.0 if ".attention_" in name else 1.0 / fan**0.5
             noise = torch.randn(parameter.shape, generator=generator).to(parameter) * scale
-            parameter.copy_(noise if parameter.dim() == 2 and name.split(".")[-1] != "weight" else parameter + 0.1 * noise)
+            parameter.copy_(
+                noise if parameter.dim() == 2 and name.split(".")[-1] != "weight" else parameter + 0.1 * noise
+            )
 
 
 def bite(model: Any, handle: RoutingHandle, inputs: Inputs) -> Bite:
@@ -232,7 +234,9 @@ def _cut(weights_BSN: Tensor, window: int) -> Tensor:
     )
 
 
-def _eager_capture_into(attention: nn.Module | None, window: int, index: int, into: dict[int, Tensor]) -> Callable[[], None]:
+def _eager_capture_into(
+    attention: nn.Module | None, window: int, index: int, into: dict[int, Tensor]
+) -> Callable[[], None]:
     assert attention is not None
 
     def deliver(windows: Tensor | None, _: Tensor | None) -> None:

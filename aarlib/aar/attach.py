@@ -24,7 +24,9 @@ class RoutingHandle:
     the model between patched and stock, bit for bit; `detach()` gives the stock model back for good.
     """
 
-    def __init__(self, parts: Anatomy, config: AARConfig | RouterSFTConfig, routers: dict[int, AttentionAwareRouter]) -> None:
+    def __init__(
+        self, parts: Anatomy, config: AARConfig | RouterSFTConfig, routers: dict[int, AttentionAwareRouter]
+    ) -> None:
         self.config = config
         self.anatomy = parts
         self.routers = routers

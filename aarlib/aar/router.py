@@ -62,7 +62,9 @@ class AttentionAwareRouter(nn.Module):
         """G_v [E, D + M_v] by view."""
         return {view: getattr(self, f"gate_{view}") for view in self.views}
 
-    def forward(self, hidden: Float[Tensor, "T D"], windows: Float[Tensor, "T M"] | None = None) -> Float[Tensor, "T E"]:
+    def forward(
+        self, hidden: Float[Tensor, "T D"], windows: Float[Tensor, "T M"] | None = None
+    ) -> Float[Tensor, "T E"]:
         with exact_float32(hidden.device):
             hidden = hidden.float()
             standard_TE = linear(hidden, self.weight, self.bias)

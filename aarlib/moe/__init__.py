@@ -1,4 +1,4 @@
-"""The seam to Mixture-of-Experts models. `anatomy` and `record` are modules here; the functions are `aarlib.anatomy`, `aarlib.record`."""
+"""The seam to Mixture-of-Experts models. `anatomy` and `record` are modules here and functions of `aarlib`."""
 
 from typing import TYPE_CHECKING
 

@@ -65,13 +65,17 @@ def anatomy(model: nn.Module, family: Family | None = None) -> Anatomy:
     layers = tuple(_layer_anatomy(index, layer, family) for index, layer in enumerate(decoder.layers))
     routers = [layer.router for layer in layers if layer.router is not None]
     if not routers:
-        raise ValueError(f"no decoder layer of this {config.model_type} model has a router at {family.block}.{family.router}")
+        raise ValueError(
+            f"no decoder layer of this {config.model_type} model has a router at {family.block}.{family.router}"
+        )
     num_experts, hidden_size = (int(size) for size in _shape(routers[0].weight))
     if hidden_size != config.hidden_size:
         raise ValueError(f"router weight is [{num_experts}, {hidden_size}], but hidden_size = {config.hidden_size}")
     top_k = int(config.num_experts_per_tok)
     if not 1 <= top_k <= num_experts:
-        raise ValueError(f"num_experts_per_tok = {top_k} with {num_experts} experts; the config and the weights disagree")
+        raise ValueError(
+            f"num_experts_per_tok = {top_k} with {num_experts} experts; the config and the weights disagree"
+        )
     renormalises = family.renormalises == "always" or (
         family.renormalises == "config" and bool(getattr(config, "norm_topk_prob", False))
     )

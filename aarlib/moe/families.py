@@ -60,9 +60,7 @@ FAMILIES: tuple[Family, ...] = (
         renormalises="always",
     ),
     Family(model_types=("mixtral",), renormalises="always", weights_dtype="float32"),
-    Family(
-        model_types=("deepseek_v2",), shared_expert="shared_experts", renormalises="never", weights_dtype="float32"
-    ),
+    Family(model_types=("deepseek_v2",), shared_expert="shared_experts", renormalises="never", weights_dtype="float32"),
     Family(
         model_types=("gpt_oss",),
         router="router",

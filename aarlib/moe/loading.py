@@ -46,7 +46,9 @@ def load_model(
     problems = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     if any(problems.values()):
         found = "; ".join(f"{key}: {', '.join(names[:5])}" for key, names in problems.items() if names)
-        raise ValueError(f"model {name!r} did not load whole ({found}); check the checkpoint and its transformers layout")
+        raise ValueError(
+            f"model {name!r} did not load whole ({found}); check the checkpoint and its transformers layout"
+        )
     if device is not None:
         model = model.to(device)
     freeze(model)

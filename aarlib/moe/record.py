@@ -137,9 +137,7 @@ def record(
 def _chosen(
     parts: Anatomy, layers: Sequence[int] | None, of_router: bool, windows: int | bool | None, sink: bool
 ) -> list[LayerAnatomy]:
-    attached = {
-        layer.index: attached_window(layer.attention) for layer in parts.layers if layer.attention is not None
-    }
+    attached = {layer.index: attached_window(layer.attention) for layer in parts.layers if layer.attention is not None}
     if layers is None:
         if windows is True and not any(attached.values()):
             raise ValueError("windows = True needs a model with AAR attached; pass the window size as a number")
@@ -171,9 +169,7 @@ def _router_recorder(result: Record, layer: int, router_logits: bool, dispatch: 
             result.router_logits[layer] = output.router_logits.unflatten(0, (batch, length))
         if dispatch:
             weights, ids = output.weights, output.expert_ids
-            result.dispatch[layer] = Dispatch(
-                weights.unflatten(0, (batch, length)), ids.unflatten(0, (batch, length))
-            )
+            result.dispatch[layer] = Dispatch(weights.unflatten(0, (batch, length)), ids.unflatten(0, (batch, length)))
         return output
 
     return wrapper
@@ -196,7 +192,9 @@ def _attention_recorder(result: Record, layer: int, windows: int | bool | None, 
             result.sink[layer] = sink_BS
 
     size = None if windows is True or windows is None else int(windows)
-    return CaptureRequest(size, window_grad=windows is not None, sink_index=result._sink_index if sink else None, deliver=deliver)
+    return CaptureRequest(
+        size, window_grad=windows is not None, sink_index=result._sink_index if sink else None, deliver=deliver
+    )
 
 
 def _check_reached(

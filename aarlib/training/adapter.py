@@ -14,11 +14,11 @@ from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import aarlib
 from aarlib.aar.attach import RoutingHandle, attach_aar
 from aarlib.moe.anatomy import Anatomy, anatomy
 from aarlib.moe.loading import NANO
 from aarlib.training.config import MethodConfig
+from aarlib.version import __version__
 
 TENSORS, METADATA, CARD = "adapter.safetensors", "adapter.json", "README.md"
 FORMAT = 1
@@ -69,7 +69,9 @@ def load_adapter(model: nn.Module, path_or_hub_id: str | Path, revision: str | N
     parts = anatomy(model)
     _check_base(record, parts, folder)
     if _sha256(folder / TENSORS) != record["sha256"]:
-        raise ValueError(f"{folder / TENSORS} is corrupt: its hash is not the one in {METADATA}; download or save it again")
+        raise ValueError(
+            f"{folder / TENSORS} is corrupt: its hash is not the one in {METADATA}; download or save it again"
+        )
     config = TypeAdapter(MethodConfig).validate_python(record["config"])
     tensors = load_file(folder / TENSORS)
     handle = attach_aar(model, config, family=parts.family)
@@ -111,11 +113,13 @@ def _folder(path_or_hub_id: str | Path, revision: str | None) -> Path:
     return Path(snapshot_download(str(path_or_hub_id), revision=revision, allow_patterns=[TENSORS, METADATA, CARD]))
 
 
-def _describe(handle: RoutingHandle, tensors: dict[str, Tensor], file: Path, metadata: dict[str, Any]) -> dict[str, Any]:
+def _describe(
+    handle: RoutingHandle, tensors: dict[str, Tensor], file: Path, metadata: dict[str, Any]
+) -> dict[str, Any]:
     parts = handle.anatomy
     return {
         "format": FORMAT,
-        "aarlib_version": aarlib.__version__,
+        "aarlib_version": __version__,
         "transformers_version": transformers.__version__,
         "layout": LAYOUT,
         "method": handle.config.name,
@@ -150,7 +154,9 @@ def _fingerprint(parts: Anatomy) -> str:
     digest = hashlib.sha256()
     for name, parameter in parts.decoder.named_parameters():
         if parameter.device.type == "meta" or parameter.numel() == 0:
-            raise ValueError(f"no fingerprint: parameter {name} holds no data on this process; load or gather the weights")
+            raise ValueError(
+                f"no fingerprint: parameter {name} holds no data on this process; load or gather the weights"
+            )
         index = torch.linspace(0, parameter.numel() - 1, SAMPLED_ELEMENTS, dtype=torch.float64).round().long()
         sample = parameter.detach().reshape(-1)[index.to(parameter.device)].to(torch.bfloat16).view(torch.int16)
         digest.update(f"{name}{tuple(parameter.shape)}".encode())

@@ -1,7 +1,7 @@
 """The run configuration: one TOML per run. Imports no torch.
 
-A run file may name several methods (`[method.sft]`, `[method.aar]`, ...) and several seeds; every (method, seed) pair is one
-training, all on the same rows in the same order, inside one worker group.
+A run file may name several methods (`[method.sft]`, `[method.aar]`, ...) and several seeds; every (method, seed) pair is
+one training, all on the same rows in the same order, inside one worker group.
 """
 
 from pathlib import Path
@@ -24,14 +24,14 @@ class ModelConfig(Config):
     """Of the frozen base; routing parameters are float32 always."""
     experts_implementation: Literal["eager", "grouped_mm", "batched_mm"] = "grouped_mm"
     geometry: Path | None = None
-    """A config.json with the model's geometry, used by --dry-run where the hub is not reached; relative to the config file."""
+    """A config.json with the model's geometry, for --dry-run where the hub is not reached; relative to the config file."""
     chat_template: Path | None = None
     """A Jinja file that replaces the tokenizer's own template; relative to the config file."""
 
 
 class DataConfig(Config):
     train: tuple[str, ...]
-    """Globs or URIs of parquet / JSONL(.gz) conversations, shards made by `prepare`, or `nano:<split>` of the bundled world."""
+    """Globs or URIs of parquet / JSONL(.gz) conversations, shards made by `prepare`, or `nano:<split>`, the bundled world."""
     hub: str | None = None
     """Hugging Face dataset id that `prepare` ingests into the folder of `train`."""
     sample: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -141,13 +141,14 @@ class RunConfig(Config):
             window = getattr(method, "window", 0)
             if window > self.data.sequence_length:
                 raise ValueError(
-                    f"method.{label}.window = {window} is longer than data.sequence_length = {self.data.sequence_length}; "
-                    "shorten the window or lengthen the sequence"
+                    f"method.{label}.window = {window} is longer than data.sequence_length = "
+                    f"{self.data.sequence_length}; shorten the window or lengthen the sequence"
                 )
         per_round = self.optim.micro_batch * self.ray.num_workers
         if self.optim.global_batch % per_round:
             raise ValueError(
-                f"optim.global_batch = {self.optim.global_batch} is not a multiple of optim.micro_batch x ray.num_workers = {per_round}"
+                f"optim.global_batch = {self.optim.global_batch} is not a multiple of "
+                f"optim.micro_batch x ray.num_workers = {per_round}"
             )
         return self
 
