@@ -1,0 +1,65 @@
+"""Connecting to Ray, and what is asked of it."""
+
+import logging
+import os
+from typing import Any
+
+import ray
+
+from aarlib.training.config import RayConfig
+
+logger = logging.getLogger("aarlib")
+
+
+def connect(config: RayConfig) -> None:
+    """Join the cluster at `ray.address` (or RAY_ADDRESS); without one, start a local Ray on loopback. Idempotent.
+
+    The dashboard is on: without it Tune cannot give back the resources of finished trials.
+    """
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "180")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if ray.is_initialized():
+        return
+    address = config.address or os.environ.get("RAY_ADDRESS")
+    if address and address != "local":
+        ray.init(address=address, log_to_driver=True)
+        return
+    ray.init(
+        address="local",
+        include_dashboard=True,
+        dashboard_host="127.0.0.1",
+        _node_ip_address="127.0.0.1",
+        log_to_driver=True,
+    )
+
+
+def needed(config: RayConfig) -> dict[str, float]:
+    """Resources of one worker group."""
+    resources = {"CPU": config.cpus_per_worker * config.num_workers}
+    return {**resources, "GPU": float(config.num_workers)} if config.use_gpu else resources
+
+
+def check_resources(config: RayConfig) -> None:
+    """A ValueError where the cluster is too small for the worker group, which would otherwise wait for ever."""
+    available = ray.cluster_resources()
+    for name, amount in needed(config).items():
+        if amount > available.get(name, 0):
+            raise ValueError(
+                f"ray.num_workers = {config.num_workers} needs {amount:g} {name}, the cluster has {available.get(name, 0):g}; "
+                "lower ray.num_workers (or ray.cpus_per_worker), or use a larger cluster"
+            )
+
+
+def concurrent_groups(config: RayConfig) -> int:
+    """Worker groups that fit side by side."""
+    available = ray.cluster_resources()
+    return max(1, int(min(available.get(name, 0) // amount for name, amount in needed(config).items())))
+
+
+def worker_environment(config: RayConfig) -> dict[str, Any]:
+    """runtime_env of the workers."""
+    variables = {"OMP_NUM_THREADS": str(config.threads_per_worker), "TOKENIZERS_PARALLELISM": "false"}
+    if not config.use_gpu:
+        variables["DS_ACCELERATOR"] = "cpu"
+    return {"env_vars": variables}

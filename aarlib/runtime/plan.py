@@ -1,0 +1,71 @@
+"""What a run would train, from the model's geometry alone: no weights, no Ray. Bad methods are refused here."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from aarlib.training.config import RunConfig
+
+
+class MethodPlan(NamedTuple):
+    label: str
+    method: str
+    num_trainable: int
+    num_router: int
+    """Of these, weights and biases of the stock routers."""
+    layers: tuple[int, ...]
+    """With a trained router."""
+    aar_layers: tuple[int, ...]
+
+
+class Plan(NamedTuple):
+    model: str
+    num_layers: int
+    moe_layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    methods: tuple[MethodPlan, ...]
+
+
+def plan(config: RunConfig) -> Plan:
+    """Attach every method to the model on the meta device; a ValueError names what cannot be trained."""
+    from aarlib.moe.anatomy import anatomy
+    from aarlib.moe.loading import load_config, meta_model
+    from aarlib.training.methods import build_method
+
+    model = meta_model(load_config(config.model.name, config.model.revision, config.model.geometry))
+    parts = anatomy(model)
+    methods: list[MethodPlan] = []
+    for label, method in config.method.items():
+        try:
+            handle = build_method(method, 0).attach(model)
+        except ValueError as error:
+            raise ValueError(f"method.{label}: {error}") from None
+        router = sum(parameter.numel() for name, parameter in handle.trainable() if name.endswith((".weight", ".bias")))
+        layers = tuple(sorted(handle.routers))
+        methods.append(
+            MethodPlan(label, method.name, handle.num_trainable, router, layers, tuple(getattr(method, "layers", ())))
+        )
+        handle.detach()
+    return Plan(config.model.name, len(parts.layers), parts.moe_layers, parts.num_experts, parts.top_k, tuple(methods))
+
+
+def estimated_rows(config: RunConfig) -> int | None:
+    """About how many rows an epoch trains on, from the sizes of local files; None where that is not known beforehand."""
+    import pyarrow.parquet as pq
+
+    from aarlib.data.sources import expand_sources
+
+    total = 0
+    for pattern in config.data.train:
+        if pattern.startswith("nano:"):
+            total += int(pattern.rsplit(":", 1)[1])
+            continue
+        for path in expand_sources([pattern]):
+            if path.endswith(".parquet") and "://" not in path:
+                total += pq.ParquetFile(path).metadata.num_rows
+            elif path.endswith(".jsonl") and "://" not in path:
+                with Path(path).open("rb") as lines:
+                    total += sum(1 for _ in lines)
+            else:
+                return None
+    return round(total * config.data.sample * (1 - config.data.held_out))

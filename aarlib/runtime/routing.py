@@ -1,0 +1,78 @@
+"""What the routers did on a batch, beside what the stock routers would have done with the same hidden states."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from aarlib.moe.anatomy import anatomy
+from aarlib.moe.patching import Rank, wrap_forward
+
+
+class RoutingCounts(NamedTuple):
+    """Sums over the tokens seen, so that workers' counts add up. L MoE layers, E num_experts."""
+
+    load_LE: Tensor
+    """Picks of each expert."""
+    entropy_L: Tensor
+    """Of softmax over the router logits, in nats."""
+    mass_L: Tensor
+    """Of the selected experts' weights."""
+    kept_L: Tensor
+    """Picks that the stock router makes too, given the same input."""
+    tokens_L: Tensor
+
+
+def routing_metrics(counts: RoutingCounts) -> dict[str, float]:
+    """Means over tokens and layers; picks_changed per layer too is in `picks_changed_by_layer`."""
+    share_LE = counts.load_LE / counts.load_LE.sum(dim=1, keepdim=True)
+    changed_L = 1 - counts.kept_L / counts.load_LE.sum(dim=1)
+    return {
+        "routing/expert_load_max_share": float(share_LE.amax(dim=1).mean()),
+        "routing/entropy": float((counts.entropy_L / counts.tokens_L).mean()),
+        "routing/mass": float((counts.mass_L / counts.tokens_L).mean()),
+        "routing/picks_changed": float(changed_L.mean()),
+    }
+
+
+@contextmanager
+def counting(model: nn.Module, attention_mask: Tensor) -> Iterator[Callable[[], RoutingCounts]]:
+    """Count routing in the forwards inside; the function it yields gives the sums. Padding is left out."""
+    parts = anatomy(model)
+    layers = parts.moe_layers
+    kept = attention_mask.bool().reshape(-1)
+    rows: dict[int, list[Tensor]] = {}
+
+    def watch(index: int, router: nn.Module) -> Callable[..., Any]:
+        def wrapper(inner: Callable[..., Any], hidden: Tensor) -> Any:
+            output = inner(hidden)
+            _, _, stock_ids = type(router).forward(router, hidden)
+            rows[index] = _count(*output, stock_ids, kept, parts.num_experts)
+            return output
+
+        return wrapper
+
+    with ExitStack() as stack:
+        for index in layers:
+            router = parts.layers[index].router
+            assert router is not None
+            stack.callback(wrap_forward(router, watch(index, router), Rank.RECORD))
+        yield lambda: RoutingCounts(*(torch.stack(column) for column in zip(*(rows[i] for i in layers), strict=True)))
+
+
+def _count(
+    logits_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, stock_ids_TK: Tensor, kept_T: Tensor, num_experts: int
+) -> list[Tensor]:
+    logits_TE, weights_TK = logits_TE[kept_T].double(), weights_TK[kept_T].double()
+    ids_TK, stock_ids_TK = ids_TK[kept_T], stock_ids_TK[kept_T]
+    log_p_TE = logits_TE.log_softmax(dim=-1)
+    shared = (ids_TK.unsqueeze(-1) == stock_ids_TK.unsqueeze(-2)).sum()
+    return [
+        torch.bincount(ids_TK.reshape(-1), minlength=num_experts).double(),
+        -(log_p_TE.exp() * log_p_TE).sum(),
+        weights_TK.sum(),
+        shared.double(),
+        kept_T.sum().double(),
+    ]

@@ -1,0 +1,87 @@
+"""The run directory: who owns it, what is finished, and how histories are appended and cut back."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from aarlib.config import write_text_atomically
+from aarlib.training.config import Run, RunConfig
+
+MAY_DIFFER = ("ray", "tracking", "evaluate")
+"""Tables that do not change what a training computes, so a run can be resumed with other values."""
+
+
+def run_directory(config: RunConfig) -> Path:
+    if "://" in config.ray.storage:
+        raise ValueError(
+            f"ray.storage = {config.ray.storage!r}: run directories are written to a local or shared folder; "
+            "mount the bucket, or use a folder and copy it"
+        )
+    return Path(config.ray.storage).expanduser().resolve() / config.name
+
+
+def check_claim(config: RunConfig) -> None:
+    """A ValueError where the run directory exists and is another run's."""
+    folder = run_directory(config)
+    stored = folder / "config.json"
+    if stored.is_file():
+        differences = _differences(json.loads(stored.read_text(encoding="utf-8")), config.model_dump(mode="json"))
+        if differences:
+            raise ValueError(
+                f"name = {config.name!r}: the run directory {folder} exists with another config ({'; '.join(differences)}); "
+                "choose another name, or remove the directory"
+            )
+    elif folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"name = {config.name!r}: {folder} exists and is no run directory; choose another name")
+
+
+def claim(config: RunConfig) -> Path:
+    """The run directory: made, or taken up again where it holds the same config."""
+    check_claim(config)
+    folder = run_directory(config)
+    write_text_atomically(folder / "config.json", config.to_json())
+    return folder
+
+
+def is_finished(folder: Path, run: Run) -> bool:
+    return (folder / run.name / "result.json").is_file()
+
+
+def pending_runs(folder: Path, config: RunConfig) -> list[Run]:
+    return [run for run in config.runs() if not is_finished(folder, run)]
+
+
+def append_line(path: Path, record: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def cut_history(path: Path, steps: int) -> None:
+    """Keep the lines of the first `steps` steps: what a crash left behind the last checkpoint is trained again."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if not line.endswith("\n"):
+            break
+        if json.loads(line)["step"] < steps:
+            kept.append(line)
+    write_text_atomically(path, "".join(kept))
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    found: list[str] = []
+    for table in sorted({*old, *new} - set(MAY_DIFFER)):
+        before, after = _flat(old.get(table), table), _flat(new.get(table), table)
+        for path in sorted({*before, *after}):
+            if before.get(path) != after.get(path):
+                found.append(f"{path}: {before.get(path)!r} there, {after.get(path)!r} here")
+    return found
+
+
+def _flat(value: Any, path: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not value:
+        return {path: value}
+    return {key: leaf for name, item in value.items() for key, leaf in _flat(item, f"{path}.{name}").items()}

@@ -1,0 +1,186 @@
+"""MLflow as a sink: one parent run per command, one nested child per (method, seed).
+
+metrics.jsonl is the record; what MLflow refuses is reported and never stops a training. Default store: a sqlite file beside the
+runs (MLflow's file store is gone), with an absolute artifact location so that trials do not write into Ray's folders.
+"""
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from aarlib.training.config import RunConfig
+
+logger = logging.getLogger("aarlib")
+
+LONGEST_PARAM = 500
+FINISHED, FAILED = "FINISHED", "FAILED"
+
+
+class Tracking(NamedTuple):
+    """Where to log; picklable. `parent` None: MLflow could not be reached at the start."""
+
+    uri: str
+    experiment_id: str
+    parent: str | None
+    children: dict[str, str]
+    problems: tuple[str, ...] = ()
+
+    def ui_command(self) -> str:
+        return f"mlflow ui --backend-store-uri {self.uri} --host 127.0.0.1 --port 5000"
+
+
+def tracking_uri(config: RunConfig) -> str:
+    if config.tracking.uri is not None:
+        return config.tracking.uri
+    return f"sqlite:///{Path(config.ray.storage).expanduser().resolve() / 'mlflow.db'}"
+
+
+def start(config: RunConfig, folder: Path, parent: str | None = None) -> Tracking:
+    """Make the experiment and this command's runs; close what dead processes left open. Called by the driver, once."""
+    uri = tracking_uri(config)
+    problems: list[str] = []
+    tracking = _attempt(lambda: _start(config, folder, uri, parent), problems)
+    return tracking or Tracking(uri, "", None, {}, tuple(problems))
+
+
+def finish(tracking: Tracking, status: str, children: Mapping[str, str], artifacts: tuple[Path, ...] = ()) -> list[str]:
+    """End the children with their status (FINISHED or FAILED) and the parent with `status`; returns what went wrong."""
+    problems: list[str] = []
+    if tracking.parent is None:
+        return problems
+    parent = tracking.parent
+
+    def close() -> None:
+        client = _client(tracking.uri)
+        for name, run_id in tracking.children.items():
+            client.set_terminated(run_id, children.get(name, FAILED))
+        for artifact in artifacts:
+            client.log_artifact(parent, str(artifact))
+        client.set_terminated(parent, status)
+
+    _attempt(close, problems)
+    return problems
+
+
+class RunLogger:
+    """Metrics of one child run, from rank 0 of its workers."""
+
+    def __init__(self, tracking: Tracking, name: str) -> None:
+        self.uri, self.run_id = tracking.uri, tracking.children.get(name)
+        self.problems: list[str] = []
+        self._client: Any = None
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        if self.run_id is not None:
+            _attempt(lambda: self._log(metrics, step), self.problems)
+
+    def _log(self, metrics: Mapping[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+
+        self._client = self._client or _client(self.uri)
+        now = int(time.time() * 1000)
+        self._client.log_batch(
+            self.run_id, metrics=[Metric(key, float(value), now, step) for key, value in metrics.items()]
+        )
+
+
+def _start(config: RunConfig, folder: Path, uri: str, parent: str | None) -> Tracking:
+    client = _client(uri)
+    experiment_id = _experiment(client, config)
+    if parent is None:
+        _close_abandoned(client, experiment_id)
+    name = config.tracking.run_name or config.name
+    own = client.create_run(experiment_id, run_name=name, tags=_tags(folder, parent)).info.run_id
+    client.log_artifact(own, str(folder / "config.json"))
+    _log_params(client, own, config.model_dump(mode="json", exclude={"method", "seeds"}))
+    children: dict[str, str] = {}
+    for run in config.runs():
+        child = client.create_run(experiment_id, run_name=f"{name}/{run.name}", tags=_tags(folder / run.name, own))
+        _log_params(
+            client, child.info.run_id, {"label": run.label, "seed": run.seed, **run.method.model_dump(mode="json")}
+        )
+        children[run.name] = child.info.run_id
+    return Tracking(uri, experiment_id, own, children)
+
+
+def _client(uri: str) -> Any:
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(tracking_uri=uri)
+
+
+def _experiment(client: Any, config: RunConfig) -> str:
+    found = client.get_experiment_by_name(config.tracking.experiment)
+    if found is not None:
+        return found.experiment_id
+    location = None
+    if config.tracking.uri is None:
+        location = (Path(config.ray.storage).expanduser().resolve() / "mlflow_artifacts").as_uri()
+    return client.create_experiment(config.tracking.experiment, artifact_location=location)
+
+
+def _tags(folder: Path, parent: str | None) -> dict[str, str]:
+    process = psutil.Process()
+    tags = {
+        "aarlib.folder": str(folder),
+        "aarlib.host": socket.gethostname(),
+        "aarlib.pid": str(process.pid),
+        "aarlib.process_started": str(process.create_time()),
+    }
+    return tags if parent is None else {**tags, "mlflow.parentRunId": parent}
+
+
+def _close_abandoned(client: Any, experiment_id: str) -> None:
+    """Runs of this host still marked RUNNING whose process is gone."""
+    for run in client.search_runs([experiment_id], "attributes.status = 'RUNNING'", max_results=1000):
+        tags = run.data.tags
+        if tags.get("aarlib.host") == socket.gethostname() and not _alive(tags):
+            client.set_terminated(run.info.run_id, FAILED)
+
+
+def _alive(tags: Mapping[str, str]) -> bool:
+    try:
+        process = psutil.Process(int(tags["aarlib.pid"]))
+        return abs(process.create_time() - float(tags["aarlib.process_started"])) < 1
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _log_params(client: Any, run_id: str, values: Mapping[str, Any]) -> None:
+    """Flat parameters; one too long for MLflow is in the config.json artefact only."""
+    from mlflow.entities import Param
+
+    flat = {key: text for key, text in _flat(values) if len(text) <= LONGEST_PARAM}
+    client.log_batch(run_id, params=[Param(key, text) for key, text in flat.items()])
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    pairs: list[tuple[str, str]] = []
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            pairs += _flat(value, f"{prefix}{key}.")
+        else:
+            pairs.append((f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)))
+    return pairs
+
+
+def _attempt(action: Callable[[], Any], problems: list[str]) -> Any:
+    """Run `action`; what MLflow, its store or the network raise becomes a warning and a line in `problems`."""
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        return action()
+    except (MlflowException, SQLAlchemyError, OSError) as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        problems.append(first)
+        logger.warning("MLflow: %s; training goes on, metrics.jsonl has the record", first)
+        return None

@@ -1,0 +1,128 @@
+"""`train`: from a config to trained adapters, through Ray Data, Ray Train and DeepSpeed."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray.train
+from ray.train import CheckpointConfig, FailureConfig, ScalingConfig
+from ray.train import RunConfig as TrainRunConfig
+from ray.train.torch import TorchTrainer
+
+from aarlib.data.chat import check_template
+from aarlib.moe.loading import load_tokenizer
+from aarlib.runtime import tracking
+from aarlib.runtime.cluster import check_resources, connect, worker_environment
+from aarlib.runtime.corpus import Corpus, build_corpus, find_sources, ordered
+from aarlib.runtime.plan import Plan, plan
+from aarlib.runtime.run_directory import check_claim, claim, is_finished, pending_runs, run_directory
+from aarlib.runtime.session import Job, dataset_name, epochs_needed, total_steps
+from aarlib.runtime.tracking import Tracking
+from aarlib.runtime.worker import train_worker
+from aarlib.training.config import RunConfig
+
+logger = logging.getLogger("aarlib")
+
+
+class TrainingResult(NamedTuple):
+    folder: Path
+    """The run directory; see DESIGN 4 for what is in it."""
+    plan: Plan
+    tracking: Tracking | None
+    """None where everything was finished before."""
+    problems: tuple[str, ...]
+    """What MLflow refused."""
+
+
+def train(config: RunConfig) -> TrainingResult:
+    """Train every (method, seed) of `config` that has no result.json yet; a ValueError before anything expensive on bad input."""
+    planned = check(config)
+    check_claim(config)
+    if not pending_runs(run_directory(config), config):
+        logger.info("%s: every run is finished", config.name)
+        return TrainingResult(run_directory(config), planned, None, ())
+    connect(config.ray)
+    check_resources(config.ray)
+    corpus = build_corpus(config.model, config.data)
+    folder = claim(config)
+    return train_on(config, corpus, folder, planned, tracking.start(config, folder))
+
+
+def check(config: RunConfig) -> Plan:
+    """Everything that can be checked without weights or workers."""
+    planned = plan(config)
+    find_sources(config.data.train)
+    check_template(load_tokenizer(config.model.name, config.model.revision, config.model.chat_template))
+    return planned
+
+
+def train_on(
+    config: RunConfig,
+    corpus: Corpus,
+    folder: Path,
+    planned: Plan,
+    tracked: Tracking,
+    callbacks: Sequence[Any] = (),
+) -> TrainingResult:
+    """Train on a corpus that is built already (a sweep shares one between its trials)."""
+    _announce(config, corpus, planned)
+    status = tracking.FAILED
+    try:
+        _fit(config, corpus, folder, tracked, callbacks)
+        status = tracking.FINISHED
+    finally:
+        children = {run.name: tracking.FINISHED for run in config.runs() if is_finished(folder, run)}
+        problems = tracking.finish(tracked, status, children)
+    return TrainingResult(folder, planned, tracked, (*tracked.problems, *problems))
+
+
+def _announce(config: RunConfig, corpus: Corpus, planned: Plan) -> None:
+    for method in planned.methods:
+        logger.info("%s: %s trainable parameters (%s)", method.label, f"{method.num_trainable:,}", method.method)
+    logger.info(
+        "%d runs of %d steps, %d conversations a step, %d workers, ZeRO %d",
+        len(config.runs()), total_steps(config, corpus.num_train), config.optim.global_batch, config.ray.num_workers,
+        config.ray.zero_stage,
+    )  # fmt: skip
+
+
+def _fit(config: RunConfig, corpus: Corpus, folder: Path, tracked: Tracking, callbacks: Sequence[Any]) -> None:
+    job = Job(config.model_dump(mode="json"), str(folder), tracked, corpus.num_train)
+    datasets = {
+        dataset_name(seed, epoch): ordered(corpus, seed, epoch)
+        for seed in sorted({run.seed for run in pending_runs(folder, config)})
+        for epoch in range(epochs_needed(config, corpus.num_train))
+    }
+    trainer = TorchTrainer(
+        train_worker,
+        train_loop_config=job._asdict(),
+        scaling_config=ScalingConfig(
+            num_workers=config.ray.num_workers,
+            use_gpu=config.ray.use_gpu,
+            resources_per_worker={"CPU": config.ray.cpus_per_worker} | ({"GPU": 1} if config.ray.use_gpu else {}),
+        ),
+        run_config=TrainRunConfig(
+            name="ray_train",
+            storage_path=str(folder),
+            failure_config=FailureConfig(max_failures=config.ray.max_failures, controller_failure_limit=3),
+            checkpoint_config=CheckpointConfig(num_to_keep=2),
+            worker_runtime_env=worker_environment(config.ray),
+            callbacks=list(callbacks),
+        ),
+        datasets={"held_out": corpus.held_out, **datasets},
+        dataset_config=ray.train.DataConfig(datasets_to_split=[]),
+    )
+    try:
+        trainer.fit()
+    except ray.train.TrainingFailedError as error:
+        raise root_cause(error) from error
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The ValueError that a worker raised, if that is what failed; else `error`."""
+    for failure in getattr(error, "worker_failures", {}).values():
+        cause = getattr(failure, "_base_exc", failure)
+        if isinstance(cause, ValueError):
+            return ValueError(str(cause))
+    return error

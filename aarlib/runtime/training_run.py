@@ -1,0 +1,237 @@
+"""One (method, seed) run inside the workers: attach, evaluate, train, evaluate, save, prove the base unchanged, detach."""
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+
+from aarlib.config import write_text_atomically
+from aarlib.moe.anatomy import anatomy
+from aarlib.runtime import held_out
+from aarlib.runtime.batches import GlobalBatch, micro_batches
+from aarlib.runtime.checkpoints import TrainingState, capture, restore_optimizer, restore_parameters
+from aarlib.runtime.engine import Setup, StepStats, Trainee, make_engine, train_step
+from aarlib.runtime.routing import RoutingCounts, counting, routing_metrics
+from aarlib.runtime.run_directory import append_line, cut_history
+from aarlib.runtime.session import Session, from_all_workers, peak_gib, report_checkpoint, sum_over_workers
+from aarlib.runtime.sharding import check_frozen, frozen_hash, gathered
+from aarlib.runtime.tracking import RunLogger
+from aarlib.training.adapter import save_adapter
+from aarlib.training.config import Run
+from aarlib.training.methods import build_method
+
+logger = logging.getLogger("aarlib")
+
+
+class Active(NamedTuple):
+    """A run with its engine."""
+
+    session: Session
+    run: Run
+    folder: Path
+    setup: Setup
+    handle: Any
+    trainee: Trainee
+    engine: Any
+    logger: RunLogger
+
+
+class Progress(NamedTuple):
+    steps: int
+    tokens: int
+    wall_s: float
+
+
+def train_run(session: Session, run: Run, state: TrainingState | None) -> None:
+    """Train `run` to its end, from `state` where given, and write its artefacts; result.json comes last."""
+    method = build_method(run.method, run.seed)
+    routers = [layer.router for layer in anatomy(session.model).layers if layer.router is not None]
+    with gathered([parameter for router in routers for parameter in router.parameters()]):
+        handle = method.attach(session.model)
+    try:
+        active = _activate(session, run, method, handle, state)
+        untouched, step0 = _before(active)
+        progress = _train(active, state)
+        _after(active, untouched, step0, progress)
+        active.engine.destroy()
+    finally:
+        handle.detach()
+
+
+def _activate(session: Session, run: Run, method: Any, handle: Any, state: TrainingState | None) -> Active:
+    folder = session.folder / run.name
+    _announce(run, handle)
+    if state is not None:
+        restore_parameters(handle.trainable(), state.tensors)
+    setup = session.setup()
+    trainee = Trainee(session.model, handle, method)
+    engine = make_engine(trainee, setup)
+    active = Active(session, run, folder, setup, handle, trainee, engine, RunLogger(session.tracking, run.name))
+    if state is not None:
+        restore_optimizer(engine, handle.trainable(), state, setup.zero_stage, lambda: _idle_step(active))
+        logger.info("%s: resumed at step %d of %d", run.name, state.step, setup.total_steps)
+    if session.rank == 0:
+        for name in ("metrics.jsonl", "rows.jsonl"):
+            cut_history(folder / name, 0 if state is None else state.step)
+    return active
+
+
+def _announce(run: Run, handle: Any) -> None:
+    named = handle.trainable()
+    logger.info("%s: %s trainable parameters in %d tensors", run.name, f"{handle.num_trainable:,}", len(named))
+    for name, parameter in named:
+        logger.debug("  %s %s", name, tuple(parameter.shape))
+
+
+def _before(active: Active) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Held-out CE of the untouched model (once per run directory) and of the untrained method."""
+    session = active.session
+    path = session.folder / "untouched" / held_out.FILE
+    if not _on_every_worker(path.is_file()):
+        active.handle.enabled = False
+        untouched = _evaluate(active)
+        active.handle.enabled = True
+        _write(active, untouched, path)
+    untouched = pd.read_parquet(path)
+    logger.info("untouched: held-out CE %.4f on %d conversations", held_out.mean_ce(untouched), len(untouched))
+    step0_path = active.folder / f"step0_{held_out.FILE}"
+    if not _on_every_worker(step0_path.is_file()):
+        _write(active, _evaluate(active), step0_path)
+    step0 = pd.read_parquet(step0_path)
+    logger.info("%s: held-out CE %.4f before training", active.run.name, held_out.mean_ce(step0))
+    return untouched, step0
+
+
+def _train(active: Active, state: TrainingState | None) -> Progress:
+    session, setup = active.session, active.setup
+    start, earlier_s = (0, 0.0) if state is None else (state.step, state.wall_s)
+    begun = last_log = time.monotonic()
+    tokens = tokens_logged = 0
+    batches = session.batches(active.run.seed, start)
+    for step, batch in zip(range(start, setup.total_steps), batches, strict=False):
+        tokens += batch.num_tokens
+        parts = micro_batches(
+            batch.rows, session.rank, session.world_size, setup.optim.micro_batch, setup.num_micro_batches
+        )
+        stats = train_step(active.engine, [session.batch(part) for part in parts], batch.num_targets, step, setup)
+        if session.rank == 0:
+            append_line(active.folder / "rows.jsonl", {"step": step, "row_ids": batch.row_ids})
+        if step % setup.optim.log_every == 0 or step == setup.total_steps - 1:
+            now = time.monotonic()
+            speed = (tokens - tokens_logged) / (now - last_log)
+            _log_step(active, step, batch, stats, speed, parts[0])
+            last_log, tokens_logged = time.monotonic(), tokens
+        if (step + 1) % session.config.ray.checkpoint_every == 0 and step + 1 < setup.total_steps:
+            wall_s = earlier_s + time.monotonic() - begun
+            tensors = capture(active.engine, active.handle.trainable(), setup.zero_stage)
+            report_checkpoint(session, TrainingState(active.run.name, step + 1, wall_s, tensors), {"step": step + 1})
+    return Progress(setup.total_steps, tokens, earlier_s + time.monotonic() - begun)
+
+
+def _log_step(active: Active, step: int, batch: GlobalBatch, stats: StepStats, speed: float, rows: list[Any]) -> None:
+    local = torch.tensor([stats.sums[name] for name in sorted(stats.sums)], dtype=torch.float64)
+    sums = sum_over_workers(local, active.session.device).tolist()
+    metrics = {f"train/{name}": value / batch.num_targets for name, value in zip(sorted(stats.sums), sums, strict=True)}
+    metrics |= {
+        "optim/grad_norm": stats.grad_norm,
+        "optim/learning_rate": stats.learning_rate,
+        "speed/tokens_per_s": speed,
+        **_routing(active, rows),
+    }
+    if active.session.rank == 0:
+        append_line(active.folder / "metrics.jsonl", {"step": step, **metrics})
+        active.logger.log(metrics, step)
+    logger.info(
+        "%s  step %d/%d  ce %.4f  grad %.3f  lr %.2e  picks changed %.1f%%  %.0f tokens/s",
+        active.run.name, step + 1, active.setup.total_steps, metrics.get("train/ce", float("nan")), stats.grad_norm,
+        stats.learning_rate, 100 * metrics["routing/picks_changed"], speed,
+    )  # fmt: skip
+
+
+def _routing(active: Active, rows: list[Any]) -> dict[str, float]:
+    """Routing on one micro-batch of every worker, with the parameters after the step."""
+    batch = active.session.batch(rows)
+    with torch.no_grad(), counting(active.session.model, batch["attention_mask"]) as counts:
+        active.trainee(batch)
+        mine = counts()
+    return routing_metrics(RoutingCounts(*(sum_over_workers(part, active.session.device) for part in mine)))
+
+
+def _after(active: Active, untouched: pd.DataFrame, step0: pd.DataFrame, progress: Progress) -> None:
+    session, run = active.session, active.run
+    trained = _evaluate(active)
+    _write(active, trained, active.folder / held_out.FILE)
+    after = frozen_hash(session.model)
+    for value in from_all_workers(after):
+        check_frozen(session.frozen, value)
+    summary = {
+        "label": run.label,
+        "seed": run.seed,
+        "steps": progress.steps,
+        "tokens": progress.tokens,
+        "wall_s": round(progress.wall_s, 3),
+        "num_trainable": active.handle.num_trainable,
+        "untouched_ce": held_out.mean_ce(untouched),
+        "step0_ce": held_out.mean_ce(step0),
+        "held_out_ce": held_out.mean_ce(trained),
+        "num_held_out": len(trained),
+        "frozen_sha256_before": session.frozen,
+        "frozen_sha256_after": after,
+        "peak_gib": [round(value, 3) for value in from_all_workers(peak_gib(session.device))],
+        "num_workers": session.world_size,
+        "zero_stage": active.setup.zero_stage,
+        "tracking_problems": active.logger.problems,
+    }
+    _save(active, summary)
+    logger.info(
+        "%s: held-out CE %.4f (untouched %.4f), frozen base unchanged, %.1f s",
+        run.name, summary["held_out_ce"], summary["untouched_ce"], progress.wall_s,
+    )  # fmt: skip
+
+
+def _save(active: Active, summary: dict[str, Any]) -> None:
+    """The adapter, MLflow's last metrics, then result.json. The fingerprint in the adapter needs the base whole."""
+    trained = [parameter for _, parameter in active.handle.trainable()]
+    with gathered([*active.session.model.parameters(), *trained]):
+        if active.session.rank == 0:
+            metadata = {
+                key: summary[key] for key in ("label", "seed", "steps", "tokens", "held_out_ce", "untouched_ce")
+            }
+            metadata["model"] = active.session.config.model.model_dump(mode="json")
+            metadata["data"] = active.session.config.data.model_dump(mode="json")
+            save_adapter(active.handle, active.folder / "adapter", metadata=metadata, overwrite=True)
+    if active.session.rank == 0:
+        scores = {"held_out/ce": summary["held_out_ce"], "held_out/ce_step0": summary["step0_ce"]}
+        active.logger.log({**scores, "held_out/ce_untouched": summary["untouched_ce"]}, summary["steps"])
+        write_text_atomically(active.folder / "result.json", json.dumps(summary, indent=2))
+    dist.barrier()
+
+
+def _idle_step(active: Active) -> None:
+    """An optimizer step with zero loss and zero learning rate: creates the optimizer's state, changes nothing."""
+    row = active.session.held_out_parts[0][:1]
+    for group in active.engine.optimizer.param_groups:
+        group["lr"] = 0.0
+    for _ in range(active.setup.num_micro_batches):
+        terms = active.engine(active.session.batch(row), 0)
+        active.engine.backward(sum(terms.values()) * 0.0)
+        active.engine.step()
+
+
+def _evaluate(active: Active) -> pd.DataFrame:
+    return held_out.evaluate(active.trainee, active.session.held_out_parts, active.session.batch)
+
+
+def _write(active: Active, frame: pd.DataFrame, path: Path) -> None:
+    if active.session.rank == 0:
+        held_out.write_frame(frame, path)
+    dist.barrier()
+
+
+def _on_every_worker(condition: bool) -> bool:
+    return all(from_all_workers(condition))

@@ -1,0 +1,101 @@
+"""The loop of every Ray Train worker: load the model once, then train the pending (method, seed) runs one after the other."""
+
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import ray.train
+import ray.train.torch
+import torch
+import torch.distributed as dist
+
+from aarlib.moe.loading import load_model
+from aarlib.runtime import held_out
+from aarlib.runtime.checkpoints import TrainingState, read_state
+from aarlib.runtime.engine import Setup, checkpoint_activations, deepspeed_config
+from aarlib.runtime.run_directory import pending_runs
+from aarlib.runtime.session import Job, Session
+from aarlib.runtime.sharding import frozen_hash
+from aarlib.runtime.training_run import train_run
+from aarlib.training.config import Run, RunConfig
+
+logger = logging.getLogger("aarlib")
+
+
+def train_worker(job: dict[str, Any]) -> None:
+    """The loop Ray Train runs in every worker; `job` holds the fields of `Job`."""
+    session = _open(Job(**job))
+    for run in _agreed(pending_runs(session.folder, session.config)):
+        train_run(session, run, _resume_state(run))
+        ray.train.report({"finished": run.name, **_scores(session.folder, run)})
+
+
+def _open(job: Job) -> Session:
+    config = RunConfig.from_mapping(job.config)
+    context = ray.train.get_context()
+    rank, world_size = context.get_world_rank(), context.get_world_size()
+    torch.set_num_threads(config.ray.threads_per_worker)
+    log_to_stderr(rank)
+    device = ray.train.torch.get_device()
+    started = time.monotonic()
+    model, tokenizer = _load(config, Setup(config.optim, config.ray.zero_stage, rank, world_size, 1), device)
+    if config.optim.activation_checkpointing:
+        checkpoint_activations(model)
+    shard = ray.train.get_dataset_shard("held_out")
+    assert shard is not None
+    parts = held_out.my_rows(shard, rank, world_size, config.optim.micro_batch)
+    session = Session(
+        config, Path(job.folder), job.tracking, job.num_train, rank, world_size, device, model, tokenizer, parts,
+        frozen=frozen_hash(model),
+    )  # fmt: skip
+    logger.info(
+        "%s loaded on %d workers (%s) in %.1f s", config.model.name, world_size, device, time.monotonic() - started
+    )
+    return session
+
+
+def _load(config: RunConfig, setup: Setup, device: torch.device) -> tuple[Any, Any]:
+    """The model on `device`; ZeRO-3 on GPUs partitions it while loading, so that it need not fit on one."""
+    model = config.model
+    arguments: dict[str, Any] = {"experts_implementation": model.experts_implementation}
+    if config.ray.zero_stage == 3 and device.type == "cuda":
+        from transformers.integrations import HfDeepSpeedConfig
+
+        partitioning = HfDeepSpeedConfig(deepspeed_config(setup))
+        loaded = load_model(model.name, model.revision, model.dtype, **arguments)
+        del partitioning
+        return loaded
+    return load_model(model.name, model.revision, model.dtype, device=device, **arguments)
+
+
+def log_to_stderr(rank: int) -> None:
+    """One line per message; Ray forwards it to the driver. Other ranks report problems only."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.handlers[:] = [handler]
+    logger.propagate = False
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+
+
+def _agreed(runs: list[Run]) -> list[Run]:
+    """Rank 0's list: what is finished must not be judged twice while files appear."""
+    shared: list[Any] = [[tuple(run) for run in runs]]
+    dist.broadcast_object_list(shared, src=0)
+    return [Run(*fields) for fields in shared[0]]
+
+
+def _resume_state(run: Run) -> TrainingState | None:
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is None:
+        return None
+    with checkpoint.as_directory() as folder:
+        state = read_state(Path(folder))
+    return state if state.run == run.name else None
+
+
+def _scores(folder: Path, run: Run) -> dict[str, float]:
+    result = json.loads((folder / run.name / "result.json").read_text(encoding="utf-8"))
+    return {"held_out/ce": result["held_out_ce"], "held_out/ce_untouched": result["untouched_ce"]}
