@@ -25,7 +25,7 @@ help:
 
 venv: $(STAMP)
 
-$(STAMP): pyproject.toml
+$(STAMP):
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 is needed and none was found; name one: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@$(PYTHON) -c '$(IN_RANGE)' || { echo "error: PYTHON=$(PYTHON) is not Python 3.11 or 3.12" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

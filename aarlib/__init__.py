@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from aarlib.lazy import lazy_attributes
+from aarlib.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from aarlib.aar.attach import attach_aar as attach_aar
@@ -11,8 +12,6 @@ if TYPE_CHECKING:
     from aarlib.moe.record import record as record
     from aarlib.training.adapter import load_adapter as load_adapter
     from aarlib.training.adapter import save_adapter as save_adapter
-
-__version__ = "0.1.0"
 
 __getattr__, __dir__ = lazy_attributes(
     __name__,

@@ -11,7 +11,7 @@ class LazyAttributes(NamedTuple):
 
 
 def lazy_attributes(package: str, modules: Mapping[str, str], submodules: tuple[str, ...] = ()) -> LazyAttributes:
-    """`__getattr__` and `__dir__` (PEP 562) of `package`: each name of `modules` comes from its module, `submodules` from `package`."""
+    """`__getattr__` and `__dir__` (PEP 562) of `package`: a name of `modules` comes from the module it maps to."""
 
     def lazy_getattr(name: str) -> Any:
         if name in modules:

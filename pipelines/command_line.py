@@ -1,10 +1,10 @@
-"""The one way in which a verb reads its command line: CONFIG, flags, and `--table.field=value` overrides. Imports no torch.
+"""How every verb reads its command line: CONFIG, flags, and `--table.field=value` overrides. Imports no torch.
 
-    @dataclass
-    class Flags:
-        show: int = 0
+@dataclass
+class Flags:
+    show: int = 0
 
-    arguments = parse_verb(RunConfig, __doc__, argv, flags=Flags)    # arguments.config, .dry_run, .extras.show
+arguments = parse_verb(RunConfig, __doc__, argv, flags=Flags)    # arguments.config, .dry_run, .extras.show
 """
 
 import sys
@@ -54,13 +54,13 @@ def parse_verb(
     flags: type[FlagsT] = NoFlags,
     prog: str | None = None,
 ) -> VerbArguments[ConfigT, FlagsT]:
-    """Parse `argv` (default: the process's) for a verb whose config is `config_class` and whose own flags are the dataclass `flags`.
+    """Parse `argv` (default: the process's) for a verb with config `config_class` and flags of its own, the dataclass `flags`.
 
     Anything wrong is one message on stderr and exit code 2. `--print-config` prints the resolved JSON and exits with 0.
     """
     own, overrides = split_overrides(sys.argv[1:] if argv is None else argv, tuple(config_class.model_fields))
     line = tyro.cli(
-        _CommandLine[flags],  # pyright: ignore[reportInvalidTypeArguments]
+        _CommandLine[flags],
         prog=prog or _program(),
         description=f"{(doc or '').strip()}\n\n{_override_help(config_class)}",
         args=own,
@@ -98,7 +98,7 @@ def split_overrides(argv: Sequence[str], fields: Sequence[str]) -> tuple[list[st
 
 
 def resolve_paths(config: ConfigT, folder: Path, prefix: str = "") -> ConfigT:
-    """`config` with every `Path` field absolute. Such a field names an input: relative to the config's `folder`, and it must exist."""
+    """`config` with every `Path` field absolute. Such a field is an input: relative to the config's `folder`, and it exists."""
     changes: dict[str, Any] = {}
     for field, value in config:
         if isinstance(value, Config):

@@ -1,10 +1,12 @@
-"""Threads, executed shape annotations, the session's Ray, the shared data folder, and the list of skips that are allowed."""
+"""Threads, executed shape annotations, the session's Ray, the shared data folder, and the skips that are allowed."""
 
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's switch for a single node on loopback
+os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"  # reports are paced by it
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 from jaxtyping import install_import_hook
 
-import aarlib.training.config  # noqa: F401  (pydantic classes carry no tensors, and beartype refuses Self on their methods)
+import aarlib.training.config  # noqa: F401  (before the hook: beartype refuses Self on methods)
 from tests.skips import read_allowed, unexplained
 
 install_import_hook(["aarlib.moe", "aarlib.aar", "aarlib.training", "aarlib.data"], "beartype.beartype")
@@ -42,13 +44,11 @@ def shared_data() -> Path:
 def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """One Ray of 8 CPUs for the session, on loopback, with the dashboard: without it Tune leaks placement groups."""
     ray = pytest.importorskip("ray")
-    os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"
     ray.init(
         address="local",
         num_cpus=8,
         include_dashboard=True,
         dashboard_host="127.0.0.1",
-        _node_ip_address="127.0.0.1",
         log_to_driver=True,
         runtime_env={"env_vars": RAY_ENVIRONMENT},
     )

@@ -13,7 +13,9 @@ from pipelines.command_line import parse_verb, split_overrides
 
 ROOT = Path(__file__).parents[2]
 VERBS = sorted(
-    file.stem for file in (ROOT / "pipelines").glob("*.py") if "parse_verb(" in file.read_text() and file.stem != "command_line"
+    file.stem
+    for file in (ROOT / "pipelines").glob("*.py")
+    if "parse_verb(" in file.read_text() and file.stem != "command_line"
 )
 
 
@@ -30,7 +32,18 @@ def toml(tmp_path: Path) -> Path:
 
 
 def test_overrides_are_told_from_the_verbs_own_flags():
-    argv = ["run.toml", "--show", "3", "--optim.epochs", "2", "--seeds=[1]", "--name", "x", "--dry-run", "--ray.use-gpu"]
+    argv = [
+        "run.toml",
+        "--show",
+        "3",
+        "--optim.epochs",
+        "2",
+        "--seeds=[1]",
+        "--name",
+        "x",
+        "--dry-run",
+        "--ray.use-gpu",
+    ]
     own, overrides = split_overrides(argv, ("seeds", "name"))
     assert own == ["run.toml", "--show", "3", "--dry-run"]
     assert overrides == ["--optim.epochs=2", "--seeds=[1]", "--name=x", "--ray.use-gpu"]
@@ -58,7 +71,9 @@ def test_path_fields_are_relative_to_the_config_file_and_must_exist(toml: Path, 
     assert stop.value.code == 2
     error = capsys.readouterr().err
     expected = toml.parent / "shape.json"
-    assert error.startswith(f"error: model.geometry = 'shape.json': {expected} does not exist; give an absolute path or one")
+    assert error.startswith(
+        f"error: model.geometry = 'shape.json': {expected} does not exist; give an absolute path or one"
+    )
     expected.write_text("{}")
     assert parse_verb(RunConfig, "Doc.", argv).config.model.geometry == expected
 

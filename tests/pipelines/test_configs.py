@@ -27,7 +27,9 @@ def test_a_shipped_config_is_valid_and_named_like_its_file(name: str):
 
 
 def test_the_papers_models_are_among_them():
-    assert {"olmoe_tulu3.toml", "olmoe_tulu3_one_gpu.toml", "qwen15_moe_tulu3.toml", "qwen36_moe_tulu3.toml"} <= set(RUNS)
+    assert {"olmoe_tulu3.toml", "olmoe_tulu3_one_gpu.toml", "qwen15_moe_tulu3.toml", "qwen36_moe_tulu3.toml"} <= set(
+        RUNS
+    )
 
 
 def test_one_gpu_and_four_take_the_same_optimizer_steps():
