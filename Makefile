@@ -51,4 +51,5 @@ test: venv
 
 check: venv
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/basedpyright

@@ -18,7 +18,7 @@ class Config(BaseModel):
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], origin: str = "config") -> Self:
-        """Validate `values`; a ValueError lists every bad field with its value, and the nearest name of an unknown key."""
+        """Validate `values`; a ValueError names each bad field and its value, and what an unknown key was meant to be."""
         try:
             return cls.model_validate(values)
         except ValidationError as error:

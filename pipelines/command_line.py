@@ -54,7 +54,7 @@ def parse_verb(
     flags: type[FlagsT] = NoFlags,
     prog: str | None = None,
 ) -> VerbArguments[ConfigT, FlagsT]:
-    """Parse `argv` (default: the process's) for a verb with config `config_class` and flags of its own, the dataclass `flags`.
+    """Parse `argv` (default: the process's) for a verb with config `config_class` and, of its own, the dataclass `flags`.
 
     Anything wrong is one message on stderr and exit code 2. `--print-config` prints the resolved JSON and exits with 0.
     """
@@ -98,7 +98,7 @@ def split_overrides(argv: Sequence[str], fields: Sequence[str]) -> tuple[list[st
 
 
 def resolve_paths(config: ConfigT, folder: Path, prefix: str = "") -> ConfigT:
-    """`config` with every `Path` field absolute. Such a field is an input: relative to the config's `folder`, and it exists."""
+    """`config` with every `Path` field absolute. Such a field is an input: relative to `folder`, and it exists."""
     changes: dict[str, Any] = {}
     for field, value in config:
         if isinstance(value, Config):

@@ -1,7 +1,7 @@
 """The run configuration: one TOML per run. Imports no torch.
 
-A run file may name several methods (`[method.sft]`, `[method.aar]`, ...) and several seeds; every (method, seed) pair is
-one training, all on the same rows in the same order, inside one worker group.
+A run file may name several methods (`[method.sft]`, `[method.aar]`, ...) and several seeds; every (method, seed) pair
+is one training, all on the same rows in the same order, inside one worker group.
 """
 
 from pathlib import Path
@@ -24,14 +24,14 @@ class ModelConfig(Config):
     """Of the frozen base; routing parameters are float32 always."""
     experts_implementation: Literal["eager", "grouped_mm", "batched_mm"] = "grouped_mm"
     geometry: Path | None = None
-    """A config.json with the model's geometry, for --dry-run where the hub is not reached; relative to the config file."""
+    """A config.json with the model's shapes, for --dry-run where the hub is not reached; relative to the config file."""
     chat_template: Path | None = None
     """A Jinja file that replaces the tokenizer's own template; relative to the config file."""
 
 
 class DataConfig(Config):
     train: tuple[str, ...]
-    """Globs or URIs of parquet / JSONL(.gz) conversations, shards made by `prepare`, or `nano:<split>`, the bundled world."""
+    """Globs or URIs of parquet / JSONL(.gz) conversations, shards made by `prepare`, or `nano:<split>` (bundled)."""
     hub: str | None = None
     """Hugging Face dataset id that `prepare` ingests into the folder of `train`."""
     sample: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
