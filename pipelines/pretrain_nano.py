@@ -1,8 +1,8 @@
 """Make the bundled nano model, or measure it.
 
-    python -m pipelines.pretrain_nano train [--config FILE] [--field=value ...]    pre-train; resumes where it stopped
-    python -m pipelines.pretrain_nano save [--config FILE]                         newest checkpoint -> --into FOLDER
-    python -m pipelines.pretrain_nano quality [--weights FOLDER]                   the model card's table
+python -m pipelines.pretrain_nano train [--config FILE] [--field=value ...]    pre-train; resumes where it stopped
+python -m pipelines.pretrain_nano save [--config FILE]                         newest checkpoint -> --into FOLDER
+python -m pipelines.pretrain_nano quality [--weights FOLDER]                   the model card's table
 """
 
 import argparse
@@ -24,7 +24,9 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--into", type=Path, default=WEIGHTS, help="save: the Hugging Face folder to write")
     parser.add_argument("--weights", type=Path, default=WEIGHTS, help="quality: the folder to measure")
     parser.add_argument("--items", type=int, default=500, help="quality: items for each measure")
-    parser.add_argument("--write-card", action="store_true", help="quality: write the table into the folder's README.md")
+    parser.add_argument(
+        "--write-card", action="store_true", help="quality: write the table into the folder's README.md"
+    )
     parser.add_argument("--print-config", action="store_true")
     return parser.parse_known_args(arguments)
 

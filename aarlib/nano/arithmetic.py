@@ -1,6 +1,7 @@
 """Sums and word problems of one and two steps, worked digit by digit with the carry.
 
-A worked sum: `47+38: 7+8=15, write 5, carry 1; 4+3+1=8; 85.` A worked difference: `52-38: 2-8, borrow 1, 12-8=4; 5-3-1=1; 14.`
+A worked sum: `47+38: 7+8=15, write 5, carry 1; 4+3+1=8; 85.`
+A worked difference: `52-38: 2-8, borrow 1, 12-8=4; 5-3-1=1; 14.`
 One operand pair in ten is held out by a stable hash, and so are the last templates of every kind.
 """
 
@@ -30,10 +31,25 @@ _LOSS = (
     "Of {a} {t}, {b} are broken. How many {t} are whole?",
     "{n} brought {a} {t} and ate {b} of them. How many {t} remain?",
 )
-_THEN_GAIN = ("Then {n} gets {c} more.", "Later {n} finds {c} {t}.", "Next {m} brings {c} more.", "Soon {n} buys {c} {t}.")
-_THEN_LOSS = ("Then {n} loses {c}.", "Later {n} sells {c} {t}.", "Next {m} takes {c} of them.", "Soon {n} drops {c} {t}.")
+_THEN_GAIN = (
+    "Then {n} gets {c} more.",
+    "Later {n} finds {c} {t}.",
+    "Next {m} brings {c} more.",
+    "Soon {n} buys {c} {t}.",
+)
+_THEN_LOSS = (
+    "Then {n} loses {c}.",
+    "Later {n} sells {c} {t}.",
+    "Next {m} takes {c} of them.",
+    "Soon {n} drops {c} {t}.",
+)
 _START = ("{n} has {a} {t}.", "There are {a} {t} with {n}.", "{n} starts with {a} {t}.", "{n} keeps {a} {t}.")
-_ASK = ("How many {t} are there now?", "How many {t} does that make?", "How many {t} are left in the end?", "What is the number of {t} now?")
+_ASK = (
+    "How many {t} are there now?",
+    "How many {t} does that make?",
+    "How many {t} are left in the end?",
+    "What is the number of {t} now?",
+)
 HELD_OUT_TEMPLATES = 2
 """The last two one-step templates of each kind; of the two-step parts, the last one."""
 
@@ -70,7 +86,9 @@ def worked(step: Step) -> str:
         )
     borrow = int(a0 < b0)
     units = f"{a0 + 10 * borrow}-{b0}={a0 + 10 * borrow - b0}"
-    return f"{step.a}-{step.b}: {a0}-{b0}, borrow {borrow}, {units}; {a1}-{b1}-{borrow}={a1 - b1 - borrow}; {step.result}."
+    return (
+        f"{step.a}-{step.b}: {a0}-{b0}, borrow {borrow}, {units}; {a1}-{b1}-{borrow}={a1 - b1 - borrow}; {step.result}."
+    )
 
 
 def is_held_out(step: Step) -> bool:

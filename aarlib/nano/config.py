@@ -86,20 +86,24 @@ class PretrainConfig(Config):
     """UTC wall-clock (ISO 8601) by which the schedule must have ended; it then ends at whichever comes first."""
     batch_tokens: int = Field(default=2048, ge=16)
     phases: tuple[Phase, ...] = (Phase(until=0.8, sequence_length=128), Phase(until=1.0, sequence_length=512))
-    learning_rate: float = Field(default=2e-3, gt=0)
-    warmup: float = Field(default=0.02, ge=0, lt=1)
+    learning_rate: float = Field(default=3e-3, gt=0)
+    """Peak, of AdamW: embeddings, output head, norms, routers."""
+    muon_learning_rate: float = Field(default=0.02, gt=0)
+    """Peak, of Muon: attention and expert matrices."""
+    warmup: float = Field(default=0.01, ge=0, lt=1)
     decay_from: float = Field(default=0.3, ge=0, lt=1)
     """Progress from which the learning rate falls linearly to zero."""
     grow_until: float = Field(default=0.3, gt=0, le=1)
     """Progress at which the operands of sums have grown to their full size."""
-    weight_decay: float = Field(default=0.05, ge=0)
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Of the matrices that Muon trains."""
     betas: tuple[float, float] = (0.9, 0.98)
     max_grad_norm: float = Field(default=1.0, gt=0)
     balance_coefficient: float = Field(default=0.02, ge=0)
     """Weight of the load-balancing loss, computed for each layer and averaged over layers."""
     z_coefficient: float = Field(default=1e-4, ge=0)
     log_every: int = Field(default=10, ge=1)
-    checkpoint_every: int = Field(default=100, ge=1)
+    checkpoint_every: int = Field(default=50, ge=1)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -111,8 +115,12 @@ class PretrainConfig(Config):
                 f"phases: sequence_length = {longest} exceeds model.context = {self.model.context} "
                 f"or batch_tokens = {self.batch_tokens}"
             )
-        if [phase.until for phase in self.phases] != sorted(phase.until for phase in self.phases) or self.phases[-1].until < 1:
+        if [phase.until for phase in self.phases] != sorted(phase.until for phase in self.phases) or self.phases[
+            -1
+        ].until < 1:
             raise ValueError("phases must be ordered by until and end at 1.0")
         if self.model.d_model % self.model.num_heads:
-            raise ValueError(f"model.d_model = {self.model.d_model} is not a multiple of model.num_heads = {self.model.num_heads}")
+            raise ValueError(
+                f"model.d_model = {self.model.d_model} is not a multiple of model.num_heads = {self.model.num_heads}"
+            )
         return self

@@ -1,4 +1,4 @@
-"""From the world to training batches: batch k is a pure function of (configuration, k, progress), so a run can resume anywhere."""
+"""From the world to training batches: batch k depends on (configuration, k, progress) only, so a run resumes anywhere."""
 
 import gzip
 import json
@@ -27,7 +27,10 @@ def read_real_text(folder: Path | None) -> tuple[str, ...]:
     books = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("gutenberg_*.txt"))]
     speeches = folder / "us_state_union.jsonl.gz"
     if not books or not speeches.is_file():
-        raise ValueError(f"real_text = {str(folder)!r} holds no gutenberg_*.txt or no us_state_union.jsonl.gz; name the folder that does")
+        raise ValueError(
+            f"real_text = {str(folder)!r} holds no gutenberg_*.txt or no us_state_union.jsonl.gz; "
+            "name the folder that does, or set world.mixture.real = 0"
+        )
     with gzip.open(speeches, "rt", encoding="utf-8") as lines:
         books += [json.loads(line)["text"] for line in lines]
     return tuple(" ".join(book.split("\r")) for book in books)

@@ -1,4 +1,4 @@
-"""The invented encyclopaedia: entities with consistent facts, said as almanac, web or ledger prose, or as question and answer."""
+"""The invented encyclopaedia: entities with consistent facts, in almanac, web or ledger prose, or as questions."""
 
 import random
 from functools import lru_cache

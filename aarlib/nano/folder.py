@@ -12,7 +12,6 @@ from aarlib.config import write_text_atomically
 from aarlib.nano.config import WorldConfig
 
 WORLD_FILE = "world.json"
-_KEPT = ("README.md",)
 
 
 def save_folder(model: OlmoeForCausalLM, tokenizer: PreTrainedTokenizerFast, world: WorldConfig, folder: Path) -> None:
@@ -21,6 +20,7 @@ def save_folder(model: OlmoeForCausalLM, tokenizer: PreTrainedTokenizerFast, wor
     state = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in model.state_dict().items()}
     bf16 = OlmoeForCausalLM(model.config).to(torch.bfloat16)
     bf16.load_state_dict(state)
+    bf16.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.bos_token_id]
     bf16.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
     write_world(temporary, world)

@@ -3,10 +3,10 @@
 import random
 from typing import NamedTuple
 
-_WORDS = (
+_WORDS = tuple(
     "lamp river stone cloud bread horse green winter paper silver garden window letter music bridge candle forest "
-    "island mirror ocean pepper rocket saddle thread valley wagon yellow basket copper dragon engine feather"
-).split()
+    "island mirror ocean pepper rocket saddle thread valley wagon yellow basket copper dragon engine feather".split()
+)
 
 
 class Instruction(NamedTuple):

@@ -18,7 +18,7 @@ class Losses(NamedTuple):
 
 
 def load_balance(router_logits: Float[Tensor, "T E"], top_k: int, valid: Bool[Tensor, " T"]) -> tuple[Tensor, Tensor]:
-    """Switch Transformer's loss E * sum_e f_e P_e of one layer (1 when balanced), and f_e, the share of picks; padding excluded."""
+    """Switch Transformer's loss E * sum_e f_e P_e of one layer (1 when balanced), and f_e, its share of picks; no padding."""
     probabilities_TE = router_logits.float().softmax(-1)[valid]
     picks_TE = torch.zeros_like(probabilities_TE).scatter_(1, probabilities_TE.topk(top_k, dim=-1).indices, 1.0)
     share_E = picks_TE.mean(0) / top_k

@@ -1,4 +1,4 @@
-"""Pre-training of the nano model: a plain loop on one device, seeded, resumable, with a schedule that can meet a wall-clock."""
+"""Pre-training of the nano model: a plain loop on one device, seeded, resumable; its schedule can meet a wall-clock."""
 
 import json
 import logging
@@ -18,6 +18,7 @@ from aarlib.nano.config import PretrainConfig
 from aarlib.nano.corpus import draw_batch, read_real_text, tokenizer_texts
 from aarlib.nano.folder import check_world, save_folder, write_world
 from aarlib.nano.model import build_model
+from aarlib.nano.muon import Muon
 from aarlib.nano.objective import losses
 from aarlib.nano.tokenizer import train_tokenizer
 
@@ -51,34 +52,34 @@ class Clock:
         return min(1.0, max(by_tokens, self.start.progress + (1 - self.start.progress) * elapsed))
 
 
-def learning_rate(config: PretrainConfig, progress: float) -> float:
-    """Linear warm-up, constant, then linear to zero."""
+def schedule(config: PretrainConfig, progress: float) -> float:
+    """Share of the peak learning rates: linear warm-up, constant, then linear to zero."""
     if progress < config.warmup:
-        return config.learning_rate * (progress + 1e-3) / (config.warmup + 1e-3)
-    return config.learning_rate * min(1.0, (1 - progress) / (1 - config.decay_from))
+        return (progress + 1e-3) / (config.warmup + 1e-3)
+    return min(1.0, (1 - progress) / (1 - config.decay_from))
 
 
 def pretrain(config: PretrainConfig) -> Path:
-    """Run to the end of the schedule, from the newest checkpoint if there is one; returns the folder of the final model."""
+    """Run to the end of the schedule, from the newest checkpoint if there is one; the folder of the final model."""
     torch.set_num_threads(config.threads)
     run = config.storage / config.name
     real = read_real_text(config.real_text if config.world.mixture.get("real", 0) > 0 else None)
     tokenizer = prepare_tokenizer(config, run, real)
     model = build_model(config.model, tokenizer, config.seed).to(config.device)
     model.set_experts_implementation(config.experts_implementation)
-    optimizer = make_optimizer(config, model)
-    position = resume(run, model, optimizer)
+    optimizers = make_optimizers(config, model)
+    position = resume(run, model, optimizers)
     write_text_atomically(run / "config.json", config.to_json() + "\n")
     truncate_metrics(run / "metrics.jsonl", position.step)
     clock, began = Clock(config, position), time.time()
     seen = position.tokens
     while position.progress < 1.0:
-        record, position = train_step(config, model, optimizer, tokenizer, real, position, clock)
+        record, position = train_step(config, model, optimizers, tokenizer, real, position, clock)
         if position.step % config.log_every == 0 or position.progress >= 1.0:
             record["tokens_per_second"] = (position.tokens - seen) / (time.time() - began)
             append_metrics(run / "metrics.jsonl", record)
         if position.step % config.checkpoint_every == 0 or position.progress >= 1.0:
-            save_checkpoint(run, model, optimizer, position)
+            save_checkpoint(run, model, optimizers, position)
     save_folder(model, tokenizer, config.world, run / "model")
     return run / "model"
 
@@ -97,18 +98,22 @@ def prepare_tokenizer(config: PretrainConfig, run: Path, real: tuple[str, ...]) 
     return tokenizer
 
 
-def make_optimizer(config: PretrainConfig, model: OlmoeForCausalLM) -> torch.optim.Optimizer:
-    """AdamW; weight decay on matrices only, not on norms and embeddings."""
-    decayed = [p for name, p in model.named_parameters() if p.dim() > 1 and "embed" not in name]
-    kept = [p for name, p in model.named_parameters() if p.dim() <= 1 or "embed" in name]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": kept, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas)
+def make_optimizers(config: PretrainConfig, model: OlmoeForCausalLM) -> list[torch.optim.Optimizer]:
+    """Muon for the attention and expert matrices; AdamW for embeddings, output head, norms and routers."""
+    matrices, rest = [], []
+    for name, parameter in model.named_parameters():
+        inside = ".layers." in name and parameter.dim() > 1 and not name.endswith("gate.weight")
+        (matrices if inside else rest).append(parameter)
+    return [
+        Muon(matrices, lr=config.muon_learning_rate, weight_decay=config.weight_decay),
+        torch.optim.AdamW(rest, lr=config.learning_rate, betas=config.betas, weight_decay=0.0),
+    ]
 
 
 def train_step(
     config: PretrainConfig,
     model: OlmoeForCausalLM,
-    optimizer: torch.optim.Optimizer,
+    optimizers: list[torch.optim.Optimizer],
     tokenizer: PreTrainedTokenizerFast,
     real: tuple[str, ...],
     position: Position,
@@ -116,17 +121,21 @@ def train_step(
 ) -> tuple[dict[str, Any], Position]:
     batch = draw_batch(config, tokenizer, real, position.step, position.progress)
     input_ids, labels = (tensor.to(config.device) for tensor in batch.tensors(tokenizer.pad_token_id))
-    rate = learning_rate(config, position.progress)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
+    rate = schedule(config, position.progress)
+    for optimizer, peak in zip(optimizers, (config.muon_learning_rate, config.learning_rate), strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = peak * rate
     with torch.autocast(torch.device(config.device).type, torch.bfloat16, enabled=config.autocast):
         parts = losses(model, input_ids, labels)
     (parts.ce + config.balance_coefficient * parts.balance + config.z_coefficient * parts.z).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
     if not torch.isfinite(norm):
-        raise ValueError(f"step {position.step}: the gradient is not finite; lower learning_rate = {config.learning_rate}")
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+        raise ValueError(
+            f"step {position.step}: the gradient is not finite; lower learning_rate = {config.learning_rate}"
+        )
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
     tokens = position.tokens + sum(batch.num_tokens.values())
     position = Position(position.step + 1, tokens, clock.progress(tokens))
     record = {
@@ -137,7 +146,7 @@ def train_step(
         "train/balance": parts.balance.item(),
         "train/z": parts.z.item(),
         "router/smallest_share": parts.smallest_share.item(),
-        "optim/lr": rate,
+        "optim/lr": config.learning_rate * rate,
         "optim/grad_norm": norm.item(),
     }
     return record, position
@@ -164,13 +173,17 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted(run.glob("checkpoint-*"))
 
 
-def save_checkpoint(run: Path, model: OlmoeForCausalLM, optimizer: torch.optim.Optimizer, position: Position) -> None:
+def save_checkpoint(
+    run: Path, model: OlmoeForCausalLM, optimizers: list[torch.optim.Optimizer], position: Position
+) -> None:
     """checkpoint-<step>/ with weights, optimizer state and position; renamed when whole, the newest two are kept."""
     final = run / f"checkpoint-{position.step:07d}"
     temporary = run / f".{final.name}.{os.getpid()}.tmp"
     temporary.mkdir()
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, temporary / "model.safetensors")
-    torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in model.state_dict().items()}, temporary / "model.safetensors"
+    )
+    torch.save([optimizer.state_dict() for optimizer in optimizers], temporary / "optimizers.pt")
     (temporary / "position.json").write_text(json.dumps(position._asdict()), encoding="utf-8")
     if final.exists():
         shutil.rmtree(final)
@@ -179,13 +192,15 @@ def save_checkpoint(run: Path, model: OlmoeForCausalLM, optimizer: torch.optim.O
         shutil.rmtree(old)
 
 
-def resume(run: Path, model: OlmoeForCausalLM, optimizer: torch.optim.Optimizer) -> Position:
-    """Load the newest checkpoint into `model` and `optimizer`; the start of a run where there is none."""
+def resume(run: Path, model: OlmoeForCausalLM, optimizers: list[torch.optim.Optimizer]) -> Position:
+    """Load the newest checkpoint into `model` and `optimizers`; the start of a run where there is none."""
     found = checkpoints(run)
     if not found:
         return Position()
     model.load_state_dict(load_file(found[-1] / "model.safetensors"))
-    optimizer.load_state_dict(torch.load(found[-1] / "optimizer.pt", weights_only=True))
+    states = torch.load(found[-1] / "optimizers.pt", weights_only=True)
+    for optimizer, state in zip(optimizers, states, strict=True):
+        optimizer.load_state_dict(state)
     position = Position(**json.loads((found[-1] / "position.json").read_text(encoding="utf-8")))
     logger.info("resuming from %s at %.2fM tokens", found[-1].name, position.tokens / 1e6)
     return position
@@ -197,6 +212,6 @@ def save_newest(config: PretrainConfig, folder: Path) -> Path:
     real = read_real_text(config.real_text if config.world.mixture.get("real", 0) > 0 else None)
     tokenizer = prepare_tokenizer(config, run, real)
     model = build_model(config.model, tokenizer, config.seed)
-    resume(run, model, make_optimizer(config, model))
+    resume(run, model, make_optimizers(config, model))
     save_folder(model, tokenizer, config.world, folder)
     return folder

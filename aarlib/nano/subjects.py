@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (a table of wording: one relation an entry)
 """What the invented encyclopaedia can say: subjects, their relations, and the wording of each relation."""
 
 from typing import NamedTuple

@@ -1,6 +1,6 @@
 """The nano world: documents for pre-training, texts to measure on, and conversations to train routers on.
 
-Everything is a pure function of the configuration and of string seeds; the same seed gives the same bytes on any machine.
+Everything is a pure function of the configuration and of string seeds: the same bytes on any machine.
 """
 
 import hashlib
@@ -32,17 +32,23 @@ class Document(NamedTuple):
     messages: tuple[dict[str, str], ...] = ()
 
 
-def draw_document(config: WorldConfig, kind: str, rng: random.Random, held_out: bool = False, largest: int = MAX_OPERAND) -> Document:
+def draw_document(
+    config: WorldConfig, kind: str, rng: random.Random, held_out: bool = False, largest: int = MAX_OPERAND
+) -> Document:
     """One document of `kind` (not `real`); sums have operands up to `largest`."""
     if kind == "article":
         return Document(kind, _article(config, rng.choice(config.registers), rng))
     if kind == "story":
         return Document(kind, story_text(rng, FIRST_NAMES))
     if kind == "sums":
-        return Document(kind, "\n".join(worked(draw_step(rng, held_out, largest=largest)) for _ in range(rng.randint(1, 3))))
+        return Document(
+            kind, "\n".join(worked(draw_step(rng, held_out, largest=largest)) for _ in range(rng.randint(1, 3)))
+        )
     pairs = {"questions": _fact_pairs, "problem": _problem_pairs, "instruction": _instruction_pairs}
     if kind not in pairs:
-        raise ValueError(f"kind = {kind!r} is no kind of generated document; known: article, story, sums, {', '.join(pairs)}")
+        raise ValueError(
+            f"kind = {kind!r} is no kind of generated document; known: article, story, sums, {', '.join(pairs)}"
+        )
     chat = rng.random() < config.chat_share
     turns = pairs[kind](config, rng, held_out, largest, chat)
     if chat:
@@ -60,7 +66,9 @@ def _messages(turns: list[tuple[str, str]]) -> tuple[dict[str, str], ...]:
     return tuple({"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True))
 
 
-def _fact_pairs(config: WorldConfig, rng: random.Random, held_out: bool, largest: int, chat: bool) -> list[tuple[str, str]]:
+def _fact_pairs(
+    config: WorldConfig, rng: random.Random, held_out: bool, largest: int, chat: bool
+) -> list[tuple[str, str]]:
     facts = _facts(config)
     if not chat:
         return [question_and_answer(rng.choice(facts), rng) for _ in range(rng.randint(2, 4))]
@@ -68,12 +76,16 @@ def _fact_pairs(config: WorldConfig, rng: random.Random, held_out: bool, largest
     return [(question_and_answer(fact, rng)[0], sentence(fact, 0)) for fact in chosen]
 
 
-def _problem_pairs(config: WorldConfig, rng: random.Random, held_out: bool, largest: int, chat: bool) -> list[tuple[str, str]]:
+def _problem_pairs(
+    config: WorldConfig, rng: random.Random, held_out: bool, largest: int, chat: bool
+) -> list[tuple[str, str]]:
     problem = draw_problem(rng, FIRST_NAMES, rng.choice((1, 1, 2)), held_out, largest)
     return [(problem.text, problem.chain())]
 
 
-def _instruction_pairs(config: WorldConfig, rng: random.Random, held_out: bool, largest: int, chat: bool) -> list[tuple[str, str]]:
+def _instruction_pairs(
+    config: WorldConfig, rng: random.Random, held_out: bool, largest: int, chat: bool
+) -> list[tuple[str, str]]:
     return [tuple(draw_instruction(rng)) for _ in range(rng.randint(1, 3))]
 
 
@@ -88,9 +100,9 @@ def register_texts(config: WorldConfig, register: str, count: int) -> list[str]:
     return [_article(config, register, random.Random(f"held_out/{config.seed}/{register}/{i}")) for i in range(count)]
 
 
-def held_out_problems(config: WorldConfig, num_steps: int, count: int) -> list[Problem]:
+def held_out_problems(config: WorldConfig, num_steps: int, count: int, seed: int = 0) -> list[Problem]:
     """Distinct word problems on held-out operand pairs, in held-out wording."""
-    rng = random.Random(f"held_out/{config.seed}/problems/{num_steps}")
+    rng = random.Random(f"held_out/{config.seed}/problems/{num_steps}/{seed}")
     problems: dict[str, Problem] = {}
     while len(problems) < count:
         problem = draw_problem(rng, FIRST_NAMES, num_steps, held_out=True)
@@ -99,7 +111,7 @@ def held_out_problems(config: WorldConfig, num_steps: int, count: int) -> list[P
 
 
 def conversations(split: str, size: int, config: WorldConfig | None = None) -> "Iterator[Conversation]":
-    """`size` distinct conversations of `sft` or `sft_held_out`, answered in the ledger's manner that pre-training never saw.
+    """`size` distinct conversations of `sft` or `sft_held_out`, in the ledger's manner that pre-training never saw.
 
     No operand pair, fact or instruction is in both splits. A ValueError where the world cannot fill the split.
     """
@@ -114,10 +126,11 @@ def conversation_messages(split: str, size: int, config: WorldConfig) -> Iterato
         raise ValueError(f"split = {split!r} is unknown; known splits: {', '.join(SPLITS)}")
     held_out = split == "sft_held_out"
     facts = [fact for fact in _facts(config) if _in_held_out(f"{fact.entity}/{fact.relation.label}") == held_out]
-    if not facts:
+    bare = sorted(set(SUBJECTS) - {fact.subject for fact in facts})
+    if bare:
         raise ValueError(
             f"entities_per_subject = {config.entities_per_subject} gives a world too small for the split {split!r}: "
-            "it has no facts there; use at least 4"
+            f"it has no facts of {', '.join(bare)} there; use at least 6"
         )
     rng, seen, misses = random.Random(f"{split}/{config.seed}"), set(), 0
     while len(seen) < size:
@@ -125,7 +138,9 @@ def conversation_messages(split: str, size: int, config: WorldConfig) -> Iterato
         if messages[0]["content"] in seen:
             misses += 1
             if misses > 100 * size + 1000:
-                raise ValueError(f"size = {size} is more than the split {split!r} of this world can give; ask for fewer")
+                raise ValueError(
+                    f"size = {size} is more than the split {split!r} of this world can give; ask for fewer"
+                )
             continue
         seen.add(messages[0]["content"])
         yield messages

@@ -1,0 +1,117 @@
+"""Log-likelihoods, greedy answers and routing of a causal language model on short texts, in batches of equal work."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_BATCH = 32
+
+
+class Scored(NamedTuple):
+    """Summed negative log-likelihood in nats and the number of bytes of each text."""
+
+    nats: list[float]
+    num_bytes: list[int]
+
+
+class Routing(NamedTuple):
+    """Per layer: least-picked expert over its fair share, router entropy in bits, mass of the selected experts."""
+
+    smallest_share: list[float]
+    entropy_bits: list[float]
+    mass: list[float]
+
+
+@torch.inference_mode()
+def continuation_nats(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, str]]
+) -> list[float]:
+    """-log p(continuation | context) of every pair."""
+    encoded = [(tokenizer.encode(context), tokenizer.encode(context + continuation)) for context, continuation in pairs]
+    order = sorted(range(len(pairs)), key=lambda index: len(encoded[index][1]))
+    nats = [0.0] * len(pairs)
+    for start in range(0, len(order), _BATCH):
+        chosen = order[start : start + _BATCH]
+        nats_BS = token_nats(model, pad([encoded[index][1] for index in chosen], tokenizer.pad_token_id))
+        for row, index in enumerate(chosen):
+            prefix, whole = encoded[index]
+            nats[index] = nats_BS[row, len(prefix) - 1 : len(whole) - 1].sum().item()
+    return nats
+
+
+@torch.inference_mode()
+def text_nats(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Scored:
+    """Each text on its own behind one document mark, so that its first token counts too; at most the model's context."""
+    limit = model.config.max_position_embeddings
+    rows = [[tokenizer.bos_token_id, *tokenizer.encode(text)][:limit] for text in texts]
+    scored = Scored([], [])
+    for start in range(0, len(rows), _BATCH):
+        chosen = rows[start : start + _BATCH]
+        nats_BS = token_nats(model, pad(chosen, tokenizer.pad_token_id))
+        for row, ids in zip(nats_BS, chosen, strict=True):
+            scored.nats.append(row[: len(ids) - 1].sum().item())
+            scored.num_bytes.append(len(tokenizer.decode(ids[1:]).encode()))
+    return scored
+
+
+def token_nats(model: PreTrainedModel, input_ids: Tensor) -> Float[Tensor, "B S"]:
+    logits = model(input_ids=input_ids).logits[:, :-1].float()
+    return -logits.log_softmax(-1).gather(-1, input_ids[:, 1:, None]).squeeze(-1)
+
+
+def pad(rows: Sequence[Sequence[int]], pad_token_id: int) -> Tensor:
+    """Right padded: a causal model's real positions do not see the padding."""
+    padded = torch.full((len(rows), max(map(len, rows))), pad_token_id)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = torch.tensor(row)
+    return padded
+
+
+@torch.inference_mode()
+def greedy_answers(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], max_new_tokens: int = 128
+) -> list[str]:
+    """Greedy continuations; only prompts of one length share a batch, so nothing is padded."""
+    by_length: dict[int, list[int]] = {}
+    encoded = [tokenizer.encode(prompt) for prompt in prompts]
+    for index, ids in enumerate(encoded):
+        by_length.setdefault(len(ids), []).append(index)
+    answers = [""] * len(prompts)
+    for indices in by_length.values():
+        for start in range(0, len(indices), 2 * _BATCH):
+            chosen = indices[start : start + 2 * _BATCH]
+            ids = torch.tensor([encoded[index] for index in chosen])
+            output = model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=max_new_tokens,
+                eos_token_id=[tokenizer.eos_token_id, tokenizer.bos_token_id],
+            )
+            for index, row in zip(chosen, output, strict=True):
+                answers[index] = tokenizer.decode(row[ids.shape[1] :], skip_special_tokens=True)
+    return answers
+
+
+@torch.inference_mode()
+def routing(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Routing:
+    """Over all tokens of `texts`, each on its own."""
+    config = model.config
+    layers: list[list[Tensor]] = [[] for _ in range(config.num_hidden_layers)]
+    for text in texts:
+        ids = torch.tensor([tokenizer.encode(text)[: config.max_position_embeddings]])
+        for layer, logits_TE in zip(layers, model(input_ids=ids, output_router_logits=True).router_logits, strict=True):
+            layer.append(logits_TE.float())
+    result = Routing([], [], [])
+    for layer in layers:
+        probabilities_TE = torch.cat(layer).softmax(-1)
+        top = probabilities_TE.topk(config.num_experts_per_tok, dim=-1)
+        picks_E = torch.bincount(top.indices.flatten(), minlength=config.num_experts)
+        result.smallest_share.append((picks_E.min() * config.num_experts / picks_E.sum()).item())
+        result.entropy_bits.append(-(probabilities_TE * probabilities_TE.log2()).nansum(-1).mean().item())
+        result.mass.append(top.values.sum(-1).mean().item())
+    return result

@@ -1,0 +1,127 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from aarlib.nano.config import PretrainConfig
+from aarlib.nano.muon import orthogonalise
+from aarlib.nano.objective import load_balance
+from aarlib.nano.pretrain import checkpoints, pretrain, save_newest
+
+TINY = {
+    "name": "tiny",
+    "token_budget": 1800,
+    "batch_tokens": 256,
+    "phases": [{"until": 0.5, "sequence_length": 64}, {"until": 1.0, "sequence_length": 128}],
+    "checkpoint_every": 4,
+    "log_every": 1,
+    "world": {
+        "entities_per_subject": 6,
+        "mixture": {"article": 0.3, "questions": 0.2, "sums": 0.2, "problem": 0.2, "story": 0.1},
+    },
+    "model": {"num_layers": 2, "d_model": 32, "num_heads": 2, "num_experts": 4, "top_k": 2, "d_expert": 16, "vocab_size": 640,
+              "context": 128},
+}  # fmt: skip
+
+
+def _config(storage: Path, **changes) -> PretrainConfig:
+    return PretrainConfig.from_mapping({**TINY, "storage": str(storage), **changes})
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> PretrainConfig:
+    config = _config(tmp_path_factory.mktemp("run"))
+    pretrain(config)
+    return config
+
+
+def test_training_lowers_the_loss_and_logs_every_step(finished: PretrainConfig, tmp_path: Path):
+    config = _config(tmp_path, token_budget=12_000, checkpoint_every=1000)
+    pretrain(config)
+    records = [json.loads(line) for line in (config.storage / config.name / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    assert records[-1]["train/ce"] < records[0]["train/ce"] - 1
+    assert records[-1]["progress"] == 1.0 and records[0]["tokens_per_second"] > 0
+
+
+def test_resuming_gives_the_uninterrupted_run(finished: PretrainConfig, tmp_path: Path):
+    whole = finished.storage / finished.name
+    source = checkpoints(whole)[0]
+    assert source.name != checkpoints(whole)[-1].name
+    run = tmp_path / finished.name
+    (run / source.name).parent.mkdir(parents=True)
+    for name in (source.name, "tokenizer"):
+        (run / name).mkdir()
+        for path in (whole / name).iterdir():
+            (run / name / path.name).write_bytes(path.read_bytes())
+    (run / "metrics.jsonl").write_bytes((whole / "metrics.jsonl").read_bytes())
+    pretrain(_config(tmp_path))
+    ours, theirs = (load_file(checkpoints(folder)[-1] / "model.safetensors") for folder in (run, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    drop = ("tokens_per_second",)
+    logs = [[{k: v for k, v in json.loads(line).items() if k not in drop} for line in (folder / "metrics.jsonl").read_text().splitlines()]
+            for folder in (run, whole)]  # fmt: skip
+    assert logs[0] == logs[1]
+
+
+def test_another_seed_gives_another_model(finished: PretrainConfig, tmp_path: Path):
+    pretrain(_config(tmp_path, seed=1))
+    ours, theirs = (
+        load_file(checkpoints(folder)[-1] / "model.safetensors")
+        for folder in (tmp_path / "tiny", finished.storage / "tiny")
+    )
+    assert not torch.equal(ours["model.layers.0.mlp.gate.weight"], theirs["model.layers.0.mlp.gate.weight"])
+
+
+def test_a_checkpoint_of_another_world_is_refused(finished: PretrainConfig):
+    world = {**TINY["world"], "seed": 7}
+    with pytest.raises(ValueError, match=r"another world: world.seed = 0 there, 7 here"):
+        pretrain(_config(finished.storage, world=world))
+
+
+def test_save_makes_a_plain_folder_and_keeps_the_card(finished: PretrainConfig, tmp_path: Path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    (folder / "README.md").write_text("card")
+    save_newest(finished, folder)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.dtype == torch.bfloat16 and (folder / "README.md").read_text() == "card"
+    assert model.generation_config.eos_token_id == [tokenizer.eos_token_id, tokenizer.bos_token_id]
+    saved = load_file(checkpoints(finished.storage / "tiny")[-1] / "model.safetensors")
+    assert torch.equal(model.lm_head.weight, saved["lm_head.weight"].bfloat16())
+
+
+def test_bad_settings_are_refused_before_anything_runs(tmp_path: Path):
+    with pytest.raises(ValueError, match="stop_at = .* has passed"):
+        pretrain(_config(tmp_path, stop_at="2020-01-01T00:00:00"))
+    with pytest.raises(ValueError, match="real_text is not set"):
+        PretrainConfig.from_mapping({})
+    with pytest.raises(ValueError, match="exceeds model.context = 128"):
+        _config(tmp_path, phases=[{"until": 1.0, "sequence_length": 200}])
+    with pytest.raises(ValueError, match="holds no gutenberg"):
+        pretrain(_config(tmp_path, real_text=str(tmp_path), world={}))
+
+
+def test_orthogonalised_updates_have_singular_values_near_one():
+    matrices = torch.randn(3, 24, 40, generator=torch.Generator().manual_seed(0))
+    for batch in (matrices, matrices.mT):
+        values = torch.linalg.svdvals(orthogonalise(batch))
+        assert values.shape == (3, 24) and values.min() > 0.6 and values.max() < 1.3
+        alone = torch.stack([orthogonalise(matrix) for matrix in batch])
+        assert torch.allclose(orthogonalise(batch), alone, atol=1e-5)
+
+
+def test_load_balance_is_one_when_even_and_ignores_padding():
+    even = torch.eye(4).repeat(8, 1) * 50
+    valid = torch.ones(32, dtype=torch.bool)
+    loss, share_E = load_balance(even, 1, valid)
+    assert torch.allclose(loss, torch.tensor(1.0), atol=1e-5) and torch.allclose(share_E, torch.full((4,), 0.25))
+    uneven = even.clone()
+    uneven[8:] = torch.tensor([50.0, 0, 0, 0])
+    assert load_balance(uneven, 1, valid)[0] > 2
+    valid[8:] = False
+    assert torch.allclose(load_balance(uneven, 1, valid)[0], torch.tensor(1.0), atol=1e-5)
