@@ -36,6 +36,11 @@ class ReadReport:
     examples: list[str] = field(default_factory=list)
     """The first few reasons for skipping, each with file and line."""
 
+    def skip(self, problem: str) -> None:
+        self.skipped += 1
+        if len(self.examples) < _EXAMPLES_KEPT:
+            self.examples.append(problem)
+
 
 def read_conversations(
     path: str | PathLike[str], on_bad_row: OnBadRow = "error", report: ReadReport | None = None
@@ -60,9 +65,7 @@ def read_conversations(
             problem = f"{path}:{number}: {error}"
             if on_bad_row == "error":
                 raise ValueError(f'{problem}; repair the row or set data.on_bad_row = "skip"') from None
-            report.skipped += 1
-            if len(report.examples) < _EXAMPLES_KEPT:
-                report.examples.append(problem)
+            report.skip(problem)
             continue
         yield conversation
     skipped = report.skipped - skipped_before
@@ -93,7 +96,7 @@ def _message(message: Any, index: int) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         raise ValueError(f"messages[{index}].role = {role!r} is not one of {', '.join(ROLES)}")
-    calls = message.get("tool_calls")
+    calls = _decoded(message.get("tool_calls"))
     if not calls:
         message.pop("tool_calls", None)
     elif role != "assistant" or not isinstance(calls, list):

@@ -1,0 +1,93 @@
+"""Fetch a run's conversations where needed, count what the run will make of them, and show where its targets are."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from aarlib.training.config import DataConfig, RunConfig
+from pipelines.command_line import parse_verb
+
+if TYPE_CHECKING:
+    from aarlib.data import Conversation, ReadReport
+    from aarlib.data.survey import Survey
+
+
+@dataclass(frozen=True)
+class Flags:
+    show: int = 0
+    """Print this many conversations with their target tokens in [[ ]]."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse_verb(RunConfig, __doc__, argv, flags=Flags)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    try:
+        prepare(arguments.config, arguments.extras.show, arguments.dry_run)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+def prepare(config: RunConfig, show: int, dry_run: bool) -> None:
+    from aarlib.data import ReadReport, check_template, render_targets
+    from aarlib.data.survey import survey
+    from aarlib.moe.loading import load_tokenizer
+
+    data = config.data
+    if data.hub is not None and dry_run:
+        print(f"would ingest {data.hub} into {data.train[0]}")
+        return
+    if data.hub is not None:
+        from aarlib.runtime.ingest import ingest
+
+        manifest = ingest(data.hub, data.train[0], on_bad_row=data.on_bad_row)
+        print(f"{data.hub}@{manifest.revision}: {manifest.rows} rows in {len(manifest.shards)} shards")
+    tokenizer = load_tokenizer(config.model.name, config.model.revision, config.model.chat_template)
+    check_template(tokenizer)
+    report = ReadReport()
+    found = survey(
+        tokenizer,
+        read_sources(data, report),
+        sequence_length=data.sequence_length,
+        sample=data.sample,
+        held_out=data.held_out,
+        num_examples=show,
+        on_bad_row=data.on_bad_row,
+        report=report,
+    )
+    print(table(found, report, data))
+    for row in found.examples:
+        print(f"\n--- {row.row_id}{' (truncated)' if row.truncated else ''}\n{render_targets(tokenizer, row)}")
+
+
+def read_sources(data: DataConfig, report: "ReadReport") -> "Iterator[Conversation]":
+    from aarlib.data import read_conversations
+    from aarlib.nano import conversations
+    from aarlib.runtime.corpus import find_sources
+
+    for source in find_sources(data.train):
+        if source.startswith("nano:"):
+            _, split, rows = source.split(":")
+            yield from conversations(split, int(rows))
+        else:
+            yield from read_conversations(source, data.on_bad_row, report)
+
+
+def table(found: "Survey", report: "ReadReport", data: DataConfig) -> str:
+    share = found.targets / found.tokens if found.tokens else 0.0
+    lines = [
+        ("conversations", found.conversations, ""),
+        ("skipped rows", report.skipped, report.examples[0] if report.examples else ""),
+        ("kept sample", found.kept, f"data.sample = {data.sample}"),
+        ("to train on", found.train, ""),
+        ("held out", found.held_out, f"data.held_out = {data.held_out}, data.max_held_out = {data.max_held_out}"),
+        ("without targets", found.without_targets, "neither trained nor evaluated on"),
+        ("truncated", found.truncated, f"data.sequence_length = {data.sequence_length}"),
+        ("tokens", found.tokens, ""),
+        ("target tokens", found.targets, f"{share:.1%} of the tokens"),
+    ]
+    return "\n".join(f"{name:<16}{value:>12,}  {note}".rstrip() for name, value, note in lines)
+
+
+if __name__ == "__main__":
+    main()
