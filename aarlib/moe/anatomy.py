@@ -1,6 +1,7 @@
 """Finds the parts of a model that aarlib touches, by the family table, and checks that they are what the table says."""
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -8,7 +9,8 @@ from torch import nn
 from aarlib.moe.families import Family, family_of
 
 
-class LayerAnatomy(NamedTuple):
+@dataclass(frozen=True)
+class LayerAnatomy:
     """One decoder layer. `attention` is None where there are no attention weights; the MoE parts are None on a dense layer."""
 
     index: int
@@ -24,7 +26,8 @@ class LayerAnatomy(NamedTuple):
     shared_expert_gate: nn.Module | None
 
 
-class Anatomy(NamedTuple):
+@dataclass(frozen=True)
+class Anatomy:
     family: Family
     config: Any
     decoder: nn.Module
@@ -68,7 +71,7 @@ def anatomy(model: nn.Module, family: Family | None = None) -> Anatomy:
         raise ValueError(
             f"no decoder layer of this {config.model_type} model has a router at {family.block}.{family.router}"
         )
-    num_experts, hidden_size = (int(size) for size in _shape(routers[0].weight))
+    num_experts, hidden_size = (int(size) for size in _shape(routers[0].get_parameter("weight")))
     if hidden_size != config.hidden_size:
         raise ValueError(f"router weight is [{num_experts}, {hidden_size}], but hidden_size = {config.hidden_size}")
     top_k = int(config.num_experts_per_tok)

@@ -35,7 +35,7 @@ def load_model(
     config = AutoConfig.from_pretrained(source, revision=revision)
     check_config(config, name)
     implementation = "eager" if config.get_text_config().model_type == "gpt_oss" else "sdpa"
-    model, info = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         source,
         revision=revision,
         dtype=dtype,
@@ -43,6 +43,7 @@ def load_model(
         attn_implementation=implementation,
         output_loading_info=True,
     )
+    model, info = loaded
     problems = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     if any(problems.values()):
         found = "; ".join(f"{key}: {', '.join(names[:5])}" for key, names in problems.items() if names)

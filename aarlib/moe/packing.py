@@ -28,7 +28,8 @@ def packed_inputs(
     arguments: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
     if parts.family.masks_from_positions:
         return arguments
-    embeddings = torch.empty(*input_ids.shape, 1, dtype=parts.layers[0].moe_norm.weight.dtype, device=input_ids.device)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    dtype = parts.layers[0].moe_norm.get_parameter("weight").dtype
+    embeddings = torch.empty(*input_ids.shape, 1, dtype=dtype, device=input_ids.device)
     shared = {
         "config": parts.config,
         "inputs_embeds": embeddings,
