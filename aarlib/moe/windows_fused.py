@@ -115,7 +115,7 @@ def _flash_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> tuple[bool, 
 def _flash_forward(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """output [B,H,Sq,Dv] and log-sum-exp [B,H,Sq], both with the sinks; a fully masked row has output 0, and p = exp(-inf - finite)."""
+    """output [B,H,Sq,Dv] and log-sum-exp [B,H,Sq], both with the sinks; finite in fully masked rows, whose output is 0."""
     width = max(query.shape[-1], value.shape[-1])
     is_causal, bias = _flash_mask(mask, query, key)
     padded = [_pad(tensor, (0, width - tensor.shape[-1])) for tensor in (query, key, value)]
