@@ -11,11 +11,14 @@ from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray.data
 from ray.data.dataset import Dataset, MaterializedDataset
 
+from aarlib.data.chat import Conversation, Encoded, encode
+from aarlib.data.sampling import in_fraction, row_hash
 from aarlib.data.sources import expand_sources
 from aarlib.training.config import DataConfig, ModelConfig
 
@@ -25,10 +28,10 @@ ROWS_PER_BLOCK = 1024
 
 
 class Corpus(NamedTuple):
-    train: MaterializedDataset
-    """Columns row_id, input_ids, target_mask, in no particular order; see `ordered`."""
+    encoded: MaterializedDataset
+    """Every sampled row: row_id, input_ids, target_mask, num_targets, truncated, held_out; in order of the sources."""
     held_out: MaterializedDataset
-    """The same columns, ordered by hash; rows without targets left out."""
+    """The held-out rows with targets, ordered by hash."""
     num_train: int
     num_held_out: int
     num_train_targets: int
@@ -47,6 +50,7 @@ def find_sources(train: tuple[str, ...]) -> list[str]:
 def build_corpus(model: ModelConfig, data: DataConfig) -> Corpus:
     """Read, sample, tokenise and split; a ValueError before any worker starts if nothing is left to train or evaluate on."""
     sources = find_sources(data.train)
+    quiet_ray_data()
     ray.data.DataContext.get_current().execution_options.preserve_order = True
     conversations = ray.data.from_items(
         [{"source": source} for source in sources], override_num_blocks=len(sources)
@@ -61,26 +65,27 @@ def build_corpus(model: ModelConfig, data: DataConfig) -> Corpus:
                 "model": model.model_dump(mode="json"),
                 "sequence_length": data.sequence_length,
                 "held_out": data.held_out,
+                "on_bad_row": data.on_bad_row,
             },
         )
         .materialize()
     )
-    if encoded.count() == 0:
+    held_out = _by_hash(encoded, "held_out_order", held_out=True)
+    if data.max_held_out is not None:
+        held_out = held_out.limit(data.max_held_out)
+    totals = pd.DataFrame(encoded.map_batches(_totals, batch_size=None, batch_format="pyarrow").take_all()).sum()
+    if totals["rows"] == 0:
         raise ValueError(
             f"data.train = {list(data.train)}: no conversation left with data.sample = {data.sample}; raise the sample"
         )
-    train = encoded.map_batches(_training_rows, batch_size=None, batch_format="pyarrow").materialize()
-    held_out = _by_hash(encoded.map_batches(_held_out_rows, batch_size=None, batch_format="pyarrow"), "held_out")
-    if data.max_held_out is not None:
-        held_out = held_out.limit(data.max_held_out)
     held_out = held_out.materialize()
     corpus = Corpus(
-        train,
+        encoded,
         held_out,
-        num_train=train.count(),
+        num_train=int(totals["train"]),
         num_held_out=held_out.count(),
-        num_train_targets=int(train.sum("num_targets") or 0) if train.count() else 0,
-        num_truncated=int(encoded.sum("truncated") or 0),
+        num_train_targets=int(totals["train_targets"]),
+        num_truncated=int(totals["truncated"]),
     )
     _check(corpus, data)
     logger.info(
@@ -92,7 +97,15 @@ def build_corpus(model: ModelConfig, data: DataConfig) -> Corpus:
 
 def ordered(corpus: Corpus, seed: int, epoch: int) -> MaterializedDataset:
     """The training rows in the order in which (seed, epoch) sees them."""
-    return _by_hash(corpus.train, f"{seed}/{epoch}").materialize()
+    return _by_hash(corpus.encoded, f"{seed}/{epoch}", held_out=False).materialize()
+
+
+def quiet_ray_data() -> None:
+    """No progress bars and no line per execution; warnings stay."""
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
 
 
 def _check(corpus: Corpus, data: DataConfig) -> None:
@@ -113,8 +126,6 @@ def _check(corpus: Corpus, data: DataConfig) -> None:
 
 def read_source(batch: Mapping[str, Any], on_bad_row: str, sample: float) -> Iterator[dict[str, list[str]]]:
     """The sampled conversations of one source as JSON, `ROWS_PER_BLOCK` at a time."""
-    from aarlib.data.chat import in_fraction
-
     rows = (
         row for row in _conversations(str(batch["source"][0]), on_bad_row) if in_fraction(row.row_id, sample, "sample")
     )
@@ -126,13 +137,19 @@ def read_source(batch: Mapping[str, Any], on_bad_row: str, sample: float) -> Ite
         yield {"row_id": [], "conversation": []}
 
 
-def encode_batch(table: pa.Table, model: dict[str, Any], sequence_length: int, held_out: float) -> pa.Table:
+def encode_batch(
+    table: pa.Table, model: dict[str, Any], sequence_length: int, held_out: float, on_bad_row: str
+) -> pa.Table:
     """Token ids and target masks of a block of conversations."""
-    from aarlib.data.chat import Conversation, encode, in_fraction
-
     tokenizer = _tokenizer(json.dumps(model, sort_keys=True))
-    texts = [json.loads(text) for text in table.column("conversation").to_pylist()] if table.num_rows else []
-    rows = [encode(tokenizer, Conversation(**fields), sequence_length) for fields in texts]
+    rows: list[Encoded] = []
+    for text in table.column("conversation").to_pylist():
+        try:
+            rows.append(encode(tokenizer, Conversation(**json.loads(text)), sequence_length))
+        except ValueError as error:
+            if on_bad_row == "error":
+                raise
+            logger.warning("skipped: %s", error)
     return pa.table(
         {
             "row_id": pa.array([row.row_id for row in rows], pa.string()),
@@ -145,27 +162,30 @@ def encode_batch(table: pa.Table, model: dict[str, Any], sequence_length: int, h
     )
 
 
-def _by_hash(dataset: Dataset, salt: str) -> Dataset:
-    keyed = dataset.map_batches(_with_key, batch_size=None, batch_format="pyarrow", fn_kwargs={"salt": salt})
+def _by_hash(encoded: Dataset, salt: str, held_out: bool) -> Dataset:
+    """The held-out rows with targets, or all others, sorted by a hash of salt and row id."""
+    fn_kwargs = {"salt": salt, "held_out": held_out}
+    keyed = encoded.map_batches(_with_key, batch_size=None, batch_format="pyarrow", fn_kwargs=fn_kwargs)
     return keyed.sort(["key", "row_id"])
 
 
-def _with_key(table: pa.Table, salt: str) -> pa.Table:
-    from aarlib.data.sampling import row_hash
-
-    keys = pa.array([row_hash(row_id, salt) - (1 << 63) for row_id in table.column("row_id").to_pylist()], pa.int64())
-    return table.append_column("key", keys)
-
-
-def _training_rows(table: pa.Table) -> pa.Table:
-    return table.filter(pc.invert(table.column("held_out"))).select(
-        ["row_id", "input_ids", "target_mask", "num_targets"]
-    )
+def _with_key(table: pa.Table, salt: str, held_out: bool) -> pa.Table:
+    chosen = table.column("held_out")
+    chosen = pc.and_(chosen, pc.greater(table.column("num_targets"), 0)) if held_out else pc.invert(chosen)
+    table = table.filter(chosen).select(["row_id", "input_ids", "target_mask"])
+    keys = [row_hash(row_id, salt) - (1 << 63) for row_id in table.column("row_id").to_pylist()]
+    return table.append_column("key", pa.array(keys, pa.int64()))
 
 
-def _held_out_rows(table: pa.Table) -> pa.Table:
-    chosen = pc.and_(table.column("held_out"), pc.greater(table.column("num_targets"), 0))
-    return table.filter(chosen).select(["row_id", "input_ids", "target_mask", "num_targets"])
+def _totals(table: pa.Table) -> pa.Table:
+    train = table.filter(pc.invert(table.column("held_out")))
+    totals = {
+        "rows": table.num_rows,
+        "train": train.num_rows,
+        "train_targets": pc.sum(train.column("num_targets")).as_py() or 0,
+        "truncated": pc.sum(table.column("truncated")).as_py() or 0,
+    }
+    return pa.table({name: pa.array([value], pa.int64()) for name, value in totals.items()})
 
 
 @cache

@@ -113,11 +113,9 @@ def _fetch_experts_whole(model: nn.Module) -> None:
 def learning_rate(setup: Setup, step: int) -> float:
     """Linear warm-up over the first `warmup_ratio` of the steps, then linear decay to 0; `step` counts from 0."""
     warmup = round(setup.optim.warmup_ratio * setup.total_steps)
-    if step < warmup:
-        factor = (step + 1) / (warmup + 1)
-    else:
-        factor = (setup.total_steps - step) / max(1, setup.total_steps - warmup)
-    return setup.optim.learning_rate * factor
+    rising = (step + 1) / (warmup + 1)
+    falling = (setup.total_steps - step) / max(1, setup.total_steps - warmup)
+    return setup.optim.learning_rate * (rising if step < warmup else falling)
 
 
 def train_step(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray.train
-from ray.train import CheckpointConfig, FailureConfig, ScalingConfig
+from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, ScalingConfig
 from ray.train import RunConfig as TrainRunConfig
 from ray.train.torch import TorchTrainer
 
@@ -107,6 +107,7 @@ def _fit(config: RunConfig, corpus: Corpus, folder: Path, tracked: Tracking, cal
             storage_path=str(folder),
             failure_config=FailureConfig(max_failures=config.ray.max_failures, controller_failure_limit=3),
             checkpoint_config=CheckpointConfig(num_to_keep=2),
+            logging_config=LoggingConfig(log_level="WARNING"),
             worker_runtime_env=worker_environment(config.ray),
             callbacks=list(callbacks),
         ),

@@ -11,10 +11,12 @@ import ray.train
 import ray.train.torch
 import torch
 import torch.distributed as dist
+import transformers
 
 from aarlib.moe.loading import load_model
 from aarlib.runtime import held_out
 from aarlib.runtime.checkpoints import TrainingState, read_state
+from aarlib.runtime.corpus import quiet_ray_data
 from aarlib.runtime.engine import Setup, checkpoint_activations, deepspeed_config
 from aarlib.runtime.run_directory import pending_runs
 from aarlib.runtime.session import Job, Session
@@ -77,6 +79,9 @@ def log_to_stderr(rank: int) -> None:
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger.handlers[:] = [handler]
     logger.propagate = False
+    quiet_ray_data()
+    logging.getLogger("ray.train").setLevel(logging.WARNING)
+    transformers.utils.logging.disable_progress_bar()
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
 
 

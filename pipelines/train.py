@@ -1,0 +1,71 @@
+"""Train attention-aware routers, or any other method of the config, on Ray.
+
+Every (method, seed) of the config on the same rows in the same order; prints held-out CE beside the untouched model's. Run again,
+it resumes where it stopped.
+"""
+
+import logging
+import sys
+from collections.abc import Sequence
+
+from aarlib.training.config import RunConfig
+from pipelines.command_line import parse_verb
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse_verb(RunConfig, __doc__, argv)
+    config = arguments.config
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("aarlib").setLevel(logging.INFO)
+    try:
+        if arguments.dry_run:
+            print(describe(config))
+            return 0
+        from aarlib.runtime.results import format_table, results_table
+        from aarlib.runtime.trainer import train
+
+        result = train(config)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"\n{format_table(results_table(result.folder, config))}\n\nrun directory: {result.folder}")
+    if result.tracking is not None:
+        print(f"MLflow:        {result.tracking.ui_command()}")
+    for problem in result.problems:
+        print(f"MLflow refused: {problem}", file=sys.stderr)
+    return 0
+
+
+def describe(config: RunConfig) -> str:
+    """What the config would train, from the model's geometry alone."""
+    from aarlib.runtime.plan import plan
+
+    planned = plan(config)
+    moe = f"{len(planned.moe_layers)} of them MoE with {planned.num_experts} experts, top {planned.top_k}"
+    lines = [f"{planned.model}: {planned.num_layers} layers, {moe}"]
+    for method in planned.methods:
+        where = f"on layers {', '.join(map(str, method.aar_layers))}" if method.aar_layers else "routers only"
+        added = method.num_trainable - method.num_router
+        parts = f" = {method.num_router:,} + {added:,}" if added else ""
+        lines.append(f"  {method.label:<16}{method.num_trainable:>12,} trainable{parts}, {where}")
+    lines.append(f"  {len(config.runs())} runs of {_steps(config)}, {config.optim.global_batch} conversations a step")
+    ray = config.ray
+    lines.append(f"  {ray.num_workers} {'GPU' if ray.use_gpu else 'CPU'} workers, ZeRO {ray.zero_stage}")
+    return "\n".join(lines)
+
+
+def _steps(config: RunConfig) -> str:
+    from aarlib.runtime.plan import estimated_rows
+
+    try:
+        rows = estimated_rows(config)
+    except ValueError as error:
+        return f"unknown length ({error})"
+    if rows is None:
+        return "unknown length"
+    steps = -(-rows // config.optim.global_batch) * config.optim.epochs
+    return f"about {min(steps, config.optim.max_steps or steps)} steps"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
