@@ -51,8 +51,6 @@ def read_conversations(
     conversation raises a ValueError with file and line, or with "skip" is counted in `report` and in the log. A file
     that cannot be read at all (corrupt, another format) always raises.
     """
-    if on_bad_row not in ("error", "skip"):
-        raise ValueError(f"on_bad_row = {on_bad_row!r} is neither 'error' nor 'skip'")
     report = ReadReport() if report is None else report
     rows_before, skipped_before = report.rows, report.skipped
     path = fspath(path)
