@@ -17,6 +17,7 @@ from aarlib.aar.config import AARConfig, RouterSFTConfig
 from aarlib.moe.anatomy import anatomy
 from aarlib.moe.attention import CaptureRequest
 from aarlib.moe.dispatch import Selector
+from aarlib.moe.families import Family
 from aarlib.moe.packing import packed_inputs
 from aarlib.moe.patching import Rank, wrap_forward
 from aarlib.moe.record import record
@@ -57,10 +58,10 @@ def randomise(handle: RoutingHandle, seed: int = 0) -> None:
 def bite(model: Any, handle: RoutingHandle, inputs: Inputs) -> Bite:
     """Share of picks that differ from the stock model's, averaged over AAR layers, and the largest move of a logit."""
     layers = [index for index, router in handle.routers.items() if router.views] or list(handle.routers)
-    with record(model, layers, dispatch=True) as patched:
+    with record(model, layers, dispatch=True, family=handle.anatomy.family) as patched:
         moved = _logits(model, inputs)
     handle.enabled = False
-    with record(model, layers, dispatch=True) as stock:
+    with record(model, layers, dispatch=True, family=handle.anatomy.family) as stock:
         expected = _logits(model, inputs)
     handle.enabled = True
     changed = []
@@ -83,11 +84,11 @@ def disabled_is_stock(model: Any, attach: Callable[[Any], RoutingHandle], inputs
     return max(error(disabled, stock), error(_logits(model, inputs)[valid], stock))
 
 
-def windows_against_eager(model: Any, window: int, inputs: Inputs) -> float:
+def windows_against_eager(model: Any, window: int, inputs: Inputs, family: Family | None = None) -> float:
     """Windows recorded on a stock model against its own materialised attention."""
-    parts = anatomy(model)
+    parts = anatomy(model, family)
     layers = [layer.index for layer in parts.layers if layer.attention is not None]
-    with torch.no_grad(), record(model, layers, windows=window) as ours:
+    with torch.no_grad(), record(model, layers, windows=window, family=family) as ours:
         model(**inputs)
     expected: dict[int, Tensor] = {}
     with _eager(model), torch.no_grad():
@@ -146,19 +147,19 @@ def batch_against_single(model: Any, inputs: Inputs) -> float:
     return max(errors)
 
 
-def packed_against_single(model: Any, input_ids: Tensor, lengths: list[int]) -> float:
+def packed_against_single(model: Any, input_ids: Tensor, lengths: list[int], family: Family | None = None) -> float:
     """Logits of documents packed into one row (position_ids restart, no mask) against each document alone."""
     positions = torch.cat([torch.arange(length) for length in lengths])[None].to(input_ids.device)
     with torch.no_grad():
-        packed = model(**packed_inputs(model, input_ids, positions)).logits[0]
+        packed = model(**packed_inputs(model, input_ids, positions, family)).logits[0]
     alone = [_logits(model, {"input_ids": document})[0] for document in input_ids.split(lengths, dim=1)]
     return error(packed, torch.cat(alone))
 
 
-def selection_against_gate(model: Any, inputs: Inputs) -> float:
+def selection_against_gate(model: Any, inputs: Inputs, family: Family | None = None) -> float:
     """The selection copy on stock logits against what the stock router chose: 0 exactly, ids and weights."""
-    parts = anatomy(model)
-    with torch.no_grad(), record(model, router_logits=True, dispatch=True) as stock:
+    parts = anatomy(model, family)
+    with torch.no_grad(), record(model, router_logits=True, dispatch=True, family=family) as stock:
         model(**inputs)
     worst = 0.0
     for index in parts.moe_layers:
@@ -172,16 +173,16 @@ def selection_against_gate(model: Any, inputs: Inputs) -> float:
     return worst
 
 
-def expert_sum_against_block(model: Any, inputs: Inputs) -> float:
+def expert_sum_against_block(model: Any, inputs: Inputs, family: Family | None = None) -> float:
     """sum_j w_j u_j against the experts module's own output."""
-    parts = anatomy(model)
+    parts = anatomy(model, family)
     outputs: dict[int, Tensor] = {}
     removers = []
     for index in parts.moe_layers:
         experts = parts.layers[index].experts
         assert experts is not None
         removers.append(wrap_forward(experts, _keep_output(outputs, index), Rank.ROUTER))
-    with torch.no_grad(), record(model, dispatch=True, expert_outputs=True) as ours:
+    with torch.no_grad(), record(model, dispatch=True, expert_outputs=True, family=family) as ours:
         model(**inputs)
     for remove in removers:
         remove()
@@ -286,12 +287,12 @@ def _valid(inputs: Inputs) -> Tensor:
     return torch.ones_like(inputs["input_ids"], dtype=torch.bool) if mask is None else mask.bool()
 
 
-def default_attach(model: Any, window: int = 10) -> RoutingHandle:
+def default_attach(model: Any, window: int = 10, family: Family | None = None) -> RoutingHandle:
     """AAR on the last half of the layers that allow it, randomised at O(1)."""
     from aarlib.aar.attach import attach_aar
 
-    layers = anatomy(model).aar_layers
+    layers = anatomy(model, family).aar_layers
     config = AARConfig(layers=layers[-max(2, len(layers) // 2) :], window=window) if layers else RouterSFTConfig()
-    handle = attach_aar(model, config)
+    handle = attach_aar(model, config, family=family)
     randomise(handle)
     return handle

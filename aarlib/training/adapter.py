@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from aarlib.aar.attach import RoutingHandle, attach_aar
 from aarlib.moe.anatomy import Anatomy, anatomy
+from aarlib.moe.families import Family
 from aarlib.moe.loading import NANO
 from aarlib.training.config import MethodConfig
 from aarlib.version import __version__
@@ -59,14 +60,16 @@ def save_adapter(
     return path
 
 
-def load_adapter(model: nn.Module, path_or_hub_id: str | Path, revision: str | None = None) -> RoutingHandle:
+def load_adapter(
+    model: nn.Module, path_or_hub_id: str | Path, revision: str | None = None, family: Family | None = None
+) -> RoutingHandle:
     """Attach a saved adapter to the base it was trained on.
 
     Raises ValueError where files are missing or corrupt, or the adapter belongs to another base, method or layout.
     """
     folder = _folder(path_or_hub_id, revision)
     record = read_metadata(folder)
-    parts = anatomy(model)
+    parts = anatomy(model, family)
     _check_base(record, parts, folder)
     if _sha256(folder / TENSORS) != record["sha256"]:
         raise ValueError(
