@@ -10,6 +10,7 @@ from pipelines.command_line import parse_verb
 
 if TYPE_CHECKING:
     from aarlib.data import Conversation, ReadReport
+    from aarlib.data.conversations import OnBadRow
     from aarlib.data.survey import Survey
 
 
@@ -32,6 +33,7 @@ def prepare(config: RunConfig, show: int, dry_run: bool) -> None:
     from aarlib.data import ReadReport, check_template, render_targets
     from aarlib.data.survey import survey
     from aarlib.moe.loading import load_tokenizer
+    from aarlib.runtime.corpus import find_sources
 
     data = config.data
     if data.hub is not None and dry_run:
@@ -42,12 +44,13 @@ def prepare(config: RunConfig, show: int, dry_run: bool) -> None:
 
         manifest = ingest(data.hub, data.train[0], on_bad_row=data.on_bad_row)
         print(f"{data.hub}@{manifest.revision}: {manifest.rows} rows in {len(manifest.shards)} shards")
+    sources = find_sources(data.train)
     tokenizer = load_tokenizer(config.model.name, config.model.revision, config.model.chat_template)
     check_template(tokenizer)
     report = ReadReport()
     found = survey(
         tokenizer,
-        read_sources(data, report),
+        read_sources(sources, data.on_bad_row, report),
         sequence_length=data.sequence_length,
         sample=data.sample,
         held_out=data.held_out,
@@ -60,17 +63,17 @@ def prepare(config: RunConfig, show: int, dry_run: bool) -> None:
         print(f"\n--- {row.row_id}{' (truncated)' if row.truncated else ''}\n{render_targets(tokenizer, row)}")
 
 
-def read_sources(data: DataConfig, report: "ReadReport") -> "Iterator[Conversation]":
+def read_sources(sources: list[str], on_bad_row: "OnBadRow", report: "ReadReport") -> "Iterator[Conversation]":
     from aarlib.data import read_conversations
-    from aarlib.nano import conversations
-    from aarlib.runtime.corpus import find_sources
 
-    for source in find_sources(data.train):
+    for source in sources:
         if source.startswith("nano:"):
+            from aarlib.nano import conversations
+
             _, split, rows = source.split(":")
             yield from conversations(split, int(rows))
         else:
-            yield from read_conversations(source, data.on_bad_row, report)
+            yield from read_conversations(source, on_bad_row, report)
 
 
 def table(found: "Survey", report: "ReadReport", data: DataConfig) -> str:

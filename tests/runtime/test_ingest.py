@@ -1,0 +1,151 @@
+"""Ingest from a local folder of parquet files, which `datasets` streams as it streams a Hub dataset."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from aarlib.data.conversations import read_conversations
+from aarlib.data.sources import expand_sources
+from aarlib.runtime import ingest as module
+from aarlib.runtime.ingest import ingest, read_manifest
+
+NUM_ROWS = 95
+
+
+def row(number):
+    call = {"type": "function", "function": {"name": "add", "arguments": json.dumps({"a": number, "none": None})}}
+    messages = [
+        {"role": "user", "content": f"question {number}"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": str(number)},
+        {"role": "assistant", "content": f"answer \u2028 {number}"},
+    ]
+    return {"id": f"id_{number}", "messages": messages, "source": "here"}
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A dataset of three files, as a Hub repository holds it."""
+    rows = [row(number) for number in range(NUM_ROWS)]
+    (tmp_path / "hub/tulu-tiny").mkdir(parents=True)
+    for part in range(3):
+        pq.write_table(
+            pa.Table.from_pylist(rows[part * 40 : (part + 1) * 40]),
+            tmp_path / f"hub/tulu-tiny/train-{part:05d}-of-00003.parquet",
+        )
+    return str(tmp_path / "hub/tulu-tiny")
+
+
+def test_every_row_arrives_once_and_in_order(hub, tmp_path, caplog):
+    pattern = f"{tmp_path}/local/*.parquet"
+    with caplog.at_level("INFO", logger="aarlib"):
+        manifest = ingest(hub, pattern, rows_per_shard=30)
+    assert manifest == read_manifest(tmp_path / "local")
+    assert (manifest.complete, manifest.rows, manifest.rows_read, manifest.skipped) == (True, NUM_ROWS, NUM_ROWS, 0)
+    assert [shard.rows for shard in manifest.shards] == [30, 30, 30, 5]
+    assert "95 rows in 4 shards" in caplog.text
+    paths = expand_sources([pattern])
+    assert [path.rsplit("/", 1)[-1] for path in paths] == [f"tulu-tiny-{number:05d}.parquet" for number in range(4)]
+    rows = [row for path in paths for row in read_conversations(path)]
+    assert rows[31].row_id == "tulu-tiny-00001.parquet:2"
+    assert [row.messages[3]["content"] for row in rows] == [f"answer \u2028 {number}" for number in range(NUM_ROWS)]
+    call = rows[7].messages[1]["tool_calls"][0]
+    assert call == {"type": "function", "function": {"name": "add", "arguments": {"a": 7, "none": None}}}
+    assert set(rows[7].messages[0]) == {"role", "content"}
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt_at_shard(monkeypatch, number):
+    """Fail after the shard's file is there and before the manifest knows of it."""
+    save = module._save
+    calls = []
+
+    def interrupted(manifest, folder):
+        calls.append(len(manifest.shards))
+        if len(manifest.shards) == number:
+            raise Interrupted
+        save(manifest, folder)
+
+    monkeypatch.setattr(module, "_save", interrupted)
+
+
+def test_an_interrupted_ingest_resumes_and_equals_an_uninterrupted_one(hub, tmp_path, monkeypatch):
+    whole = ingest(hub, f"{tmp_path}/whole/*.parquet", rows_per_shard=20)
+    pattern = f"{tmp_path}/resumed/*.parquet"
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        interrupt_at_shard(patch, 3)
+        ingest(hub, pattern, rows_per_shard=20)
+    halfway = read_manifest(tmp_path / "resumed")
+    assert halfway is not None
+    assert (halfway.complete, halfway.rows_read) == (False, 40)
+    first = tmp_path / "resumed/tulu-tiny-00000.parquet"
+    written = first.stat().st_mtime_ns
+    resumed = ingest(hub, pattern, rows_per_shard=20)
+    assert resumed == whole
+    assert first.stat().st_mtime_ns == written
+    assert not list(tmp_path.glob("resumed/.*"))
+
+
+def test_a_complete_folder_is_left_alone_and_needs_no_dataset(hub, tmp_path):
+    pattern = f"{tmp_path}/local/*.parquet"
+    manifest = ingest(hub, pattern)
+    for path in (tmp_path / "hub/tulu-tiny").iterdir():
+        path.unlink()
+    assert ingest(hub, pattern) == manifest
+
+
+def test_rows_that_are_no_conversation_stop_or_are_counted(tmp_path):
+    (tmp_path / "bad").mkdir()
+    rows = [row(number) for number in range(10)]
+    rows[4]["messages"] = []
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "bad/train.parquet")
+    hub, pattern = str(tmp_path / "bad"), f"{tmp_path}/local/*.parquet"
+    with pytest.raises(ValueError, match=r"data.hub = '.*bad', row 5: no conversation.*data.on_bad_row = \"skip\""):
+        ingest(hub, pattern)
+    assert not (tmp_path / "local").exists()
+    manifest = ingest(hub, pattern, on_bad_row="skip", rows_per_shard=3)
+    assert (manifest.rows, manifest.rows_read, manifest.skipped) == (9, 10, 1)
+    assert [shard.rows for shard in manifest.shards] == [3, 2, 3, 1]
+
+
+def test_what_the_folder_holds_is_never_overwritten(hub, tmp_path):
+    pattern = f"{tmp_path}/local/*.parquet"
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local/mine.parquet").write_bytes(b"mine")
+    with pytest.raises(ValueError, match="holds parquet files but no manifest.json; remove data.hub to use them"):
+        ingest(hub, pattern)
+    (tmp_path / "local/mine.parquet").unlink()
+    ingest(hub, pattern)
+    with pytest.raises(
+        ValueError, match=r"local holds '.*tulu-tiny' \(train\), not 'other/thing' \(train\); name another"
+    ):
+        ingest("other/thing", f"{tmp_path}/local/*")
+    shard = tmp_path / "local/tulu-tiny-00000.parquet"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    with pytest.raises(ValueError, match="tulu-tiny-00000.parquet is missing or changed since it was ingested"):
+        ingest(hub, pattern)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("s3://bucket/rows/*.parquet", "is no local folder to ingest into"),
+        ("data/**/*.parquet", "is no local folder to ingest into"),
+        ("data/rows/*.jsonl", "would not find the shards tulu-tiny-00000.parquet"),
+    ],
+)
+def test_a_pattern_that_cannot_be_filled_is_refused_first(hub, pattern, message):
+    with pytest.raises(ValueError, match=message):
+        ingest(hub, pattern)
+
+
+def test_an_unreachable_dataset_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="data.hub = 'none/such' is not reached: .*put files where data.train looks"):
+        ingest("none/such", f"{tmp_path}/local/*.parquet")
+    assert not (tmp_path / "local").exists()
