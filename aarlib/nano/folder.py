@@ -18,7 +18,8 @@ def save_folder(model: OlmoeForCausalLM, tokenizer: PreTrainedTokenizerFast, wor
     """Write beside `folder`, then put every file in its place; README.md stays."""
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     state = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in model.state_dict().items()}
-    bf16 = OlmoeForCausalLM(model.config).to(torch.bfloat16)
+    bf16 = OlmoeForCausalLM(model.config)
+    torch.nn.Module.to(bf16, torch.bfloat16)
     bf16.load_state_dict(state)
     bf16.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.bos_token_id]
     bf16.save_pretrained(temporary)

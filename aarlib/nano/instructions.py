@@ -3,10 +3,11 @@
 import random
 from typing import NamedTuple
 
-_WORDS = tuple(
-    "lamp river stone cloud bread horse green winter paper silver garden window letter music bridge candle forest "
-    "island mirror ocean pepper rocket saddle thread valley wagon yellow basket copper dragon engine feather".split()
-)
+_WORDS = (
+    "lamp", "river", "stone", "cloud", "bread", "horse", "green", "winter", "paper", "silver", "garden", "window",
+    "letter", "music", "bridge", "candle", "forest", "island", "mirror", "ocean", "pepper", "rocket", "saddle",
+    "thread", "valley", "wagon", "yellow", "basket", "copper", "dragon", "engine", "feather",
+)  # fmt: skip
 
 
 class Instruction(NamedTuple):

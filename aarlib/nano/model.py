@@ -4,10 +4,12 @@ import torch
 from transformers import OlmoeConfig, OlmoeForCausalLM, PreTrainedTokenizerFast
 
 from aarlib.nano.config import NanoModelConfig
+from aarlib.nano.tokenizer import special_ids
 
 
 def build_model(config: NanoModelConfig, tokenizer: PreTrainedTokenizerFast, seed: int) -> OlmoeForCausalLM:
     """Randomly initialised, float32."""
+    special = special_ids(tokenizer)
     geometry = OlmoeConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.d_model,
@@ -21,9 +23,9 @@ def build_model(config: NanoModelConfig, tokenizer: PreTrainedTokenizerFast, see
         max_position_embeddings=config.context,
         initializer_range=config.initializer_range,
         tie_word_embeddings=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=special.bos,
+        eos_token_id=special.eos,
+        pad_token_id=special.pad,
     )
     torch.manual_seed(seed)
     return OlmoeForCausalLM(geometry)

@@ -20,7 +20,7 @@ from aarlib.nano.folder import check_world, save_folder, write_world
 from aarlib.nano.model import build_model
 from aarlib.nano.muon import Muon
 from aarlib.nano.objective import losses
-from aarlib.nano.tokenizer import train_tokenizer
+from aarlib.nano.tokenizer import special_ids, train_tokenizer
 
 logger = logging.getLogger("aarlib")
 
@@ -65,7 +65,8 @@ def pretrain(config: PretrainConfig) -> Path:
     run = config.storage / config.name
     real = read_real_text(config.real_text if config.world.mixture.get("real", 0) > 0 else None)
     tokenizer = prepare_tokenizer(config, run, real)
-    model = build_model(config.model, tokenizer, config.seed).to(config.device)
+    model = build_model(config.model, tokenizer, config.seed)
+    torch.nn.Module.to(model, config.device)
     model.set_experts_implementation(config.experts_implementation)
     optimizers = make_optimizers(config, model)
     position = resume(run, model, optimizers)
@@ -120,7 +121,7 @@ def train_step(
     clock: Clock,
 ) -> tuple[dict[str, Any], Position]:
     batch = draw_batch(config, tokenizer, real, position.step, position.progress)
-    input_ids, labels = (tensor.to(config.device) for tensor in batch.tensors(tokenizer.pad_token_id))
+    input_ids, labels = (tensor.to(config.device) for tensor in batch.tensors(special_ids(tokenizer).pad))
     rate = schedule(config, position.progress)
     for optimizer, peak in zip(optimizers, (config.muon_learning_rate, config.learning_rate), strict=True):
         for group in optimizer.param_groups:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, OlmoeForCausalLM, PreTrainedTokenizerBase
 
 from aarlib.config import write_text_atomically
 from aarlib.nano.config import WorldConfig
@@ -41,7 +41,7 @@ def measure(folder: Path, world: WorldConfig, num_items: int = 500, real_text: P
     check_world(folder, world)
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = OlmoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     rows = choice_rows(model, tokenizer, world, num_items)
     rows += [sum_row(model, tokenizer, world, steps, num_items) for steps in (1, 2)]
     texts = {f"{register} articles": register_texts(world, register, num_items) for register in REGISTERS}
@@ -57,7 +57,7 @@ def measure(folder: Path, world: WorldConfig, num_items: int = 500, real_text: P
 
 
 def choice_rows(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, world: WorldConfig, num_items: int
+    model: OlmoeForCausalLM, tokenizer: PreTrainedTokenizerBase, world: WorldConfig, num_items: int
 ) -> list[Row]:
     each = math.ceil(num_items / len(SUBJECTS))
     facts = [row for subject in SUBJECTS for row in fact_documents(world, subject, each, seed=0)]
@@ -70,7 +70,7 @@ def choice_rows(
     return [proportion_row(name, choice_hits(model, tokenizer, rows), target) for name, rows, target in asked]
 
 
-def choice_hits(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: list[dict]) -> list[bool]:
+def choice_hits(model: OlmoeForCausalLM, tokenizer: PreTrainedTokenizerBase, rows: list[dict]) -> list[bool]:
     """Whether the right choice has the highest log-likelihood."""
     nats = iter(
         continuation_nats(model, tokenizer, [(r["prompt"], f" {choice}") for r in rows for choice in r["choices"]])
@@ -79,7 +79,7 @@ def choice_hits(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows
 
 
 def sum_row(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, world: WorldConfig, num_steps: int, num_items: int
+    model: OlmoeForCausalLM, tokenizer: PreTrainedTokenizerBase, world: WorldConfig, num_steps: int, num_items: int
 ) -> Row:
     problems = held_out_problems(world, num_steps, num_items)
     answers = greedy_answers(model, tokenizer, [f"Question: {problem.text}\nAnswer:" for problem in problems])

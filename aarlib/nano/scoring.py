@@ -1,12 +1,14 @@
 """Log-likelihoods, greedy answers and routing of a causal language model on short texts, in batches of equal work."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import OlmoeForCausalLM, PreTrainedTokenizerBase
+
+from aarlib.nano.tokenizer import special_ids
 
 _BATCH = 32
 
@@ -28,7 +30,7 @@ class Routing(NamedTuple):
 
 @torch.inference_mode()
 def continuation_nats(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, str]]
+    model: OlmoeForCausalLM, tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, str]]
 ) -> list[float]:
     """-log p(continuation | context) of every pair."""
     encoded = [(tokenizer.encode(context), tokenizer.encode(context + continuation)) for context, continuation in pairs]
@@ -36,7 +38,7 @@ def continuation_nats(
     nats = [0.0] * len(pairs)
     for start in range(0, len(order), _BATCH):
         chosen = order[start : start + _BATCH]
-        nats_BS = token_nats(model, pad([encoded[index][1] for index in chosen], tokenizer.pad_token_id))
+        nats_BS = token_nats(model, pad([encoded[index][1] for index in chosen], special_ids(tokenizer).pad))
         for row, index in enumerate(chosen):
             prefix, whole = encoded[index]
             nats[index] = nats_BS[row, len(prefix) - 1 : len(whole) - 1].sum().item()
@@ -44,21 +46,25 @@ def continuation_nats(
 
 
 @torch.inference_mode()
-def text_nats(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Scored:
+def text_nats(model: OlmoeForCausalLM, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Scored:
     """Each text on its own behind one document mark, so that its first token counts too; at most the model's context."""
     limit = model.config.max_position_embeddings
-    rows = [[tokenizer.bos_token_id, *tokenizer.encode(text)][:limit] for text in texts]
+    rows = [[special_ids(tokenizer).bos, *tokenizer.encode(text)][:limit] for text in texts]
     scored = Scored([], [])
     for start in range(0, len(rows), _BATCH):
         chosen = rows[start : start + _BATCH]
-        nats_BS = token_nats(model, pad(chosen, tokenizer.pad_token_id))
+        nats_BS = token_nats(model, pad(chosen, special_ids(tokenizer).pad))
         for row, ids in zip(nats_BS, chosen, strict=True):
             scored.nats.append(row[: len(ids) - 1].sum().item())
-            scored.num_bytes.append(len(tokenizer.decode(ids[1:]).encode()))
+            scored.num_bytes.append(len(decode(tokenizer, ids[1:]).encode()))
     return scored
 
 
-def token_nats(model: PreTrainedModel, input_ids: Tensor) -> Float[Tensor, "B S"]:
+def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def token_nats(model: OlmoeForCausalLM, input_ids: Tensor) -> Float[Tensor, "B S"]:
     logits = model(input_ids=input_ids).logits[:, :-1].float()
     return -logits.log_softmax(-1).gather(-1, input_ids[:, 1:, None]).squeeze(-1)
 
@@ -73,10 +79,11 @@ def pad(rows: Sequence[Sequence[int]], pad_token_id: int) -> Tensor:
 
 @torch.inference_mode()
 def greedy_answers(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], max_new_tokens: int = 128
+    model: OlmoeForCausalLM, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], max_new_tokens: int = 128
 ) -> list[str]:
     """Greedy continuations; only prompts of one length share a batch, so nothing is padded."""
-    by_length: dict[int, list[int]] = {}
+    generator: Any = model  # transformers' own protocol for generate does not fit its own classes
+    special, by_length = special_ids(tokenizer), dict[int, list[int]]()
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
     for index, ids in enumerate(encoded):
         by_length.setdefault(len(ids), []).append(index)
@@ -85,20 +92,20 @@ def greedy_answers(
         for start in range(0, len(indices), 2 * _BATCH):
             chosen = indices[start : start + 2 * _BATCH]
             ids = torch.tensor([encoded[index] for index in chosen])
-            output = model.generate(
+            output = generator.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 do_sample=False,
                 max_new_tokens=max_new_tokens,
-                eos_token_id=[tokenizer.eos_token_id, tokenizer.bos_token_id],
+                eos_token_id=[special.eos, special.bos],
             )
             for index, row in zip(chosen, output, strict=True):
-                answers[index] = tokenizer.decode(row[ids.shape[1] :], skip_special_tokens=True)
+                answers[index] = decode(tokenizer, row[ids.shape[1] :].tolist())
     return answers
 
 
 @torch.inference_mode()
-def routing(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Routing:
+def routing(model: OlmoeForCausalLM, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Routing:
     """Over all tokens of `texts`, each on its own."""
     config = model.config
     layers: list[list[Tensor]] = [[] for _ in range(config.num_hidden_layers)]

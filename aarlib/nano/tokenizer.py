@@ -1,9 +1,10 @@
 """The nano tokenizer: byte-level BPE with single-digit numbers, a chat template and four special tokens."""
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 BETWEEN_DOCUMENTS, START_OF_TURN, END_OF_TURN, PAD = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"
 CHAT_TEMPLATE = (
@@ -16,6 +17,22 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+
+class SpecialIds(NamedTuple):
+    bos: int
+    eos: int
+    pad: int
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> SpecialIds:
+    found = [tokenizer.convert_tokens_to_ids(token) for token in (BETWEEN_DOCUMENTS, END_OF_TURN, PAD)]
+    ids = [token_id for token_id in found if isinstance(token_id, int)]
+    if len(ids) != 3:
+        raise ValueError(
+            f"the tokenizer lacks one of {BETWEEN_DOCUMENTS}, {END_OF_TURN}, {PAD}: it is no nano tokenizer"
+        )
+    return SpecialIds(*ids)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, context: int) -> PreTrainedTokenizerFast:

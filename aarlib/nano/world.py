@@ -86,7 +86,8 @@ def _problem_pairs(
 def _instruction_pairs(
     config: WorldConfig, rng: random.Random, held_out: bool, largest: int, chat: bool
 ) -> list[tuple[str, str]]:
-    return [tuple(draw_instruction(rng)) for _ in range(rng.randint(1, 3))]
+    drawn = [draw_instruction(rng) for _ in range(rng.randint(1, 3))]
+    return [(instruction.request, instruction.answer) for instruction in drawn]
 
 
 def _facts(config: WorldConfig) -> list[Fact]:
