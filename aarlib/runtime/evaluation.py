@@ -10,6 +10,7 @@ import pandas as pd
 
 from aarlib.moe.loading import load_model, load_tokenizer
 from aarlib.runtime.harness import HarnessSettings, TaskSource, resolve_tasks, score, task_manager
+from aarlib.runtime.tracking import record_scores
 from aarlib.runtime.units import Resources, Unit, run_units
 from aarlib.training.adapter import load_adapter, read_metadata
 from aarlib.training.config import EvaluateConfig, ModelConfig, RunConfig
@@ -19,6 +20,8 @@ logger = logging.getLogger("aarlib")
 UNTOUCHED = "untouched"
 NANO_DOCUMENTS = 200
 """Documents of each task of the bundled world, where evaluate.limit names no number."""
+QUIET = {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+"""Actors' progress bars would run over one another; run_units reports progress itself."""
 SCORE_COLUMNS = [
     *("adapter", "task", "metric", "filter", "value", "stderr"),
     *("higher_is_better", "num_documents", "num_truncated", "settings"),
@@ -43,8 +46,8 @@ def evaluate(config: RunConfig, run_dir: str | Path) -> Evaluation:
     repeated. Ray must be initialised.
     """
     folder = Path(run_dir) / "evaluation"
-    source = find_tasks(config.evaluate, folder)
     adapters = find_adapters(config, run_dir)
+    source = find_tasks(config.evaluate, folder)
     units = [
         {"id": f"{name}.{task}", "adapter": name, "path": path, "sha256": digest, "task": task}
         for task in source.names
@@ -56,7 +59,7 @@ def evaluate(config: RunConfig, run_dir: str | Path) -> Evaluation:
         "harness": harness_settings(config.evaluate)._asdict(),
         "gpus": config.evaluate.gpus_per_actor,
     }
-    resources = Resources(cpus=1, gpus=config.evaluate.gpus_per_actor)
+    resources = Resources(cpus=1, gpus=config.evaluate.gpus_per_actor, environment=QUIET)
     frame = run_units(
         units,
         Evaluator,
@@ -76,6 +79,7 @@ class Evaluator:
     """The worker of `run_units`: loads the base once, attaches one adapter after the other."""
 
     def __init__(self, model: Mapping[str, Any], source: Mapping[str, Any], harness: Mapping[str, Any], gpus: float):
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
         self._manager = task_manager(TaskSource(**source))
         self._settings = HarnessSettings(**harness)
         self._model, self._tokenizer = load_base(ModelConfig.from_mapping(model), gpus)
@@ -118,6 +122,8 @@ def find_adapters(config: RunConfig, run_dir: str | Path) -> list[Adapter]:
             logger.warning("%s has no adapter yet; it is not evaluated", run.name)
             continue
         adapters.append(Adapter(run.name, str(folder.resolve()), read_metadata(folder)["sha256"]))
+    if len(adapters) == 1:
+        raise ValueError(f"{run_dir} holds no adapter; run `python -m pipelines.train` with this config first")
     return adapters
 
 
@@ -139,6 +145,15 @@ def find_tasks(config: EvaluateConfig, folder: str | Path) -> TaskSource:
 
         include.append(write_tasks(Path(folder).resolve() / "tasks", documents=config.limit or NANO_DOCUMENTS, seed=0))
     return resolve_tasks(config.tasks, include)
+
+
+def track(config: RunConfig, run_dir: str | Path, scores: pd.DataFrame) -> list[str]:
+    """Log the scores to MLflow, each beside the training it belongs to; returns what MLflow refused."""
+    metrics: dict[str, dict[str, float]] = {}
+    for row in scores.to_dict("records"):
+        suffix = "" if row["filter"] == "none" else f".{row['filter']}"
+        metrics.setdefault(row["adapter"], {})[f"eval/{row['task']}/{row['metric']}{suffix}"] = row["value"]
+    return record_scores(config, Path(run_dir).resolve(), metrics)
 
 
 def split_records(frame: pd.DataFrame) -> Evaluation:

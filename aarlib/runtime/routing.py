@@ -1,6 +1,6 @@
 """What the routers did on a batch, beside what the stock routers would have done with the same hidden states."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -25,15 +25,22 @@ class RoutingCounts(NamedTuple):
     tokens_L: Tensor
 
 
-def routing_metrics(counts: RoutingCounts) -> dict[str, float]:
-    """Means over tokens and layers; picks_changed per layer too is in `picks_changed_by_layer`."""
+def routing_metrics(counts: RoutingCounts, layers: Sequence[int]) -> dict[str, float]:
+    """Means over tokens and layers; picks changed and the busiest expert's load also for each of `layers` (decoder indices)."""
     share_LE = counts.load_LE / counts.load_LE.sum(dim=1, keepdim=True)
-    changed_L = 1 - counts.kept_L / counts.load_LE.sum(dim=1)
+    by_layer = {
+        "routing/expert_load_max_share": share_LE.amax(dim=1),
+        "routing/picks_changed": 1 - counts.kept_L / counts.load_LE.sum(dim=1),
+    }
     return {
-        "routing/expert_load_max_share": float(share_LE.amax(dim=1).mean()),
         "routing/entropy": float((counts.entropy_L / counts.tokens_L).mean()),
         "routing/mass": float((counts.mass_L / counts.tokens_L).mean()),
-        "routing/picks_changed": float(changed_L.mean()),
+        **{key: float(value_L.mean()) for key, value_L in by_layer.items()},
+        **{
+            f"{key}/layer_{layer}": float(value)
+            for key, value_L in by_layer.items()
+            for layer, value in zip(layers, value_L, strict=True)
+        },
     }
 
 

@@ -30,6 +30,8 @@ class Tracking(NamedTuple):
     experiment_id: str
     parent: str | None
     children: dict[str, str]
+    """Run ids by `Run.name`."""
+    owns_parent: bool = True
     problems: tuple[str, ...] = ()
 
     def ui_command(self) -> str:
@@ -42,12 +44,24 @@ def tracking_uri(config: RunConfig) -> str:
     return f"sqlite:///{Path(config.ray.storage).expanduser().resolve() / 'mlflow.db'}"
 
 
-def start(config: RunConfig, folder: Path, parent: str | None = None) -> Tracking:
+def start(config: RunConfig, folder: Path, with_children: bool = True) -> Tracking:
     """Make the experiment and this command's runs; close what dead processes left open. Called by the driver, once."""
     uri = tracking_uri(config)
     problems: list[str] = []
-    tracking = _attempt(lambda: _start(config, folder, uri, parent), problems)
-    return tracking or Tracking(uri, "", None, {}, tuple(problems))
+    tracking = _attempt(lambda: _start(config, folder, uri, with_children), problems)
+    return tracking or Tracking(uri, "", None, {}, problems=tuple(problems))
+
+
+def start_trial(config: RunConfig, folder: Path, sweep: Tracking) -> Tracking:
+    """The runs of one trial, nested under the sweep's."""
+    problems: list[str] = []
+    if sweep.parent is None:
+        return sweep
+    parent = sweep.parent
+    children = _attempt(
+        lambda: _start_children(_client(sweep.uri), sweep.experiment_id, parent, config, folder), problems
+    )
+    return sweep._replace(children=children or {}, owns_parent=False, problems=tuple(problems))
 
 
 def finish(tracking: Tracking, status: str, children: Mapping[str, str], artifacts: tuple[Path, ...] = ()) -> list[str]:
@@ -63,7 +77,8 @@ def finish(tracking: Tracking, status: str, children: Mapping[str, str], artifac
             client.set_terminated(run_id, children.get(name, FAILED))
         for artifact in artifacts:
             client.log_artifact(parent, str(artifact))
-        client.set_terminated(parent, status)
+        if tracking.owns_parent:
+            client.set_terminated(parent, status)
 
     _attempt(close, problems)
     return problems
@@ -91,23 +106,59 @@ class RunLogger:
         )
 
 
-def _start(config: RunConfig, folder: Path, uri: str, parent: str | None) -> Tracking:
+def record_scores(config: RunConfig, folder: Path, scores: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Metrics of each model (`untouched` or a run's name) onto its child run; returns what went wrong.
+
+    The child is the latest one of `folder`; the untouched model gets a child of the latest parent.
+    """
+    problems: list[str] = []
+    _attempt(lambda: _record_scores(config, folder, scores), problems)
+    return problems
+
+
+def _record_scores(config: RunConfig, folder: Path, scores: Mapping[str, Mapping[str, float]]) -> None:
+    from mlflow.entities import Metric
+
+    client = _client(tracking_uri(config))
+    experiment_id = _experiment(client, config)
+    parent = _latest(client, experiment_id, folder)
+    now = int(time.time() * 1000)
+    for name, metrics in scores.items():
+        run_id = _latest(client, experiment_id, folder / name)
+        if run_id is None:
+            title = f"{config.tracking.run_name or config.name}/{name}"
+            run_id = client.create_run(experiment_id, run_name=title, tags=_tags(folder / name, parent)).info.run_id
+            client.set_terminated(run_id, FINISHED)
+        client.log_batch(run_id, metrics=[Metric(key, float(value), now, 0) for key, value in metrics.items()])
+
+
+def _latest(client: Any, experiment_id: str, folder: Path) -> str | None:
+    found = client.search_runs(
+        [experiment_id], f"tags.`aarlib.folder` = '{folder}'", order_by=["attributes.start_time DESC"], max_results=1
+    )
+    return found[0].info.run_id if found else None
+
+
+def _start(config: RunConfig, folder: Path, uri: str, with_children: bool) -> Tracking:
     client = _client(uri)
     experiment_id = _experiment(client, config)
-    if parent is None:
-        _close_abandoned(client, experiment_id)
+    _close_abandoned(client, experiment_id)
     name = config.tracking.run_name or config.name
-    own = client.create_run(experiment_id, run_name=name, tags=_tags(folder, parent)).info.run_id
-    client.log_artifact(own, str(folder / "config.json"))
-    _log_params(client, own, config.model_dump(mode="json", exclude={"method", "seeds"}))
+    parent = client.create_run(experiment_id, run_name=name, tags=_tags(folder, None)).info.run_id
+    client.log_artifact(parent, str(folder / "config.json"))
+    _log_params(client, parent, config.model_dump(mode="json", exclude={"method", "seeds"}))
+    children = _start_children(client, experiment_id, parent, config, folder) if with_children else {}
+    return Tracking(uri, experiment_id, parent, children)
+
+
+def _start_children(client: Any, experiment_id: str, parent: str, config: RunConfig, folder: Path) -> dict[str, str]:
     children: dict[str, str] = {}
     for run in config.runs():
-        child = client.create_run(experiment_id, run_name=f"{name}/{run.name}", tags=_tags(folder / run.name, own))
-        _log_params(
-            client, child.info.run_id, {"label": run.label, "seed": run.seed, **run.method.model_dump(mode="json")}
-        )
-        children[run.name] = child.info.run_id
-    return Tracking(uri, experiment_id, own, children)
+        tags = _tags(folder / run.name, parent)
+        child = client.create_run(experiment_id, run_name=f"{folder.name}/{run.name}", tags=tags).info.run_id
+        _log_params(client, child, {"label": run.label, "seed": run.seed, **run.method.model_dump(mode="json")})
+        children[run.name] = child
+    return children
 
 
 def _client(uri: str) -> Any:

@@ -129,14 +129,13 @@ def _train(active: Active, state: TrainingState | None) -> Progress:
         if (step + 1) % session.config.ray.checkpoint_every == 0 and step + 1 < setup.total_steps:
             wall_s = earlier_s + time.monotonic() - begun
             tensors = capture(active.engine, active.handle.trainable(), setup.zero_stage)
-            report_checkpoint(session, TrainingState(active.run.name, step + 1, wall_s, tensors), {"step": step + 1})
+            metrics = {"step": step + 1, **_means(active, stats, batch)}
+            report_checkpoint(session, TrainingState(active.run.name, step + 1, wall_s, tensors), metrics)
     return Progress(setup.total_steps, tokens, earlier_s + time.monotonic() - begun)
 
 
 def _log_step(active: Active, step: int, batch: GlobalBatch, stats: StepStats, speed: float, rows: list[Any]) -> None:
-    local = torch.tensor([stats.sums[name] for name in sorted(stats.sums)], dtype=torch.float64)
-    sums = sum_over_workers(local, active.session.device).tolist()
-    metrics = {f"train/{name}": value / batch.num_targets for name, value in zip(sorted(stats.sums), sums, strict=True)}
+    metrics = _means(active, stats, batch)
     metrics |= {
         "optim/grad_norm": stats.grad_norm,
         "optim/learning_rate": stats.learning_rate,
@@ -153,13 +152,22 @@ def _log_step(active: Active, step: int, batch: GlobalBatch, stats: StepStats, s
     )  # fmt: skip
 
 
+def _means(active: Active, stats: StepStats, batch: GlobalBatch) -> dict[str, float]:
+    """Each loss term per target token of the global batch."""
+    names = sorted(stats.sums)
+    local = torch.tensor([stats.sums[name] for name in names], dtype=torch.float64)
+    sums = sum_over_workers(local, active.session.device).tolist()
+    return {f"train/{name}": value / batch.num_targets for name, value in zip(names, sums, strict=True)}
+
+
 def _routing(active: Active, rows: list[Any]) -> dict[str, float]:
     """Routing on one micro-batch of every worker, with the parameters after the step."""
     batch = active.session.batch(rows)
     with torch.no_grad(), counting(active.session.model, batch["attention_mask"]) as counts:
         active.trainee(batch)
         mine = counts()
-    return routing_metrics(RoutingCounts(*(sum_over_workers(part, active.session.device) for part in mine)))
+    totals = RoutingCounts(*(sum_over_workers(part, active.session.device) for part in mine))
+    return routing_metrics(totals, anatomy(active.session.model).moe_layers)
 
 
 def _after(active: Active, untouched: pd.DataFrame, step0: pd.DataFrame, progress: Progress) -> None:

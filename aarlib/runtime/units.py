@@ -36,10 +36,11 @@ class Worker(Protocol):
 
 
 class Resources(NamedTuple):
-    """What one actor holds."""
+    """What one actor holds, and the variables its process is started with."""
 
     cpus: float = 1
     gpus: float = 0
+    environment: Mapping[str, str] = {}
 
 
 ONE_CPU = Resources()
@@ -220,8 +221,10 @@ class _Dispatcher:
         return self._failures
 
     def _launch(self) -> None:
+        cpus, gpus, environment = self._resources
         remote: Any = ray.remote(_Actor)
-        actor = remote.options(max_restarts=0, num_cpus=self._resources.cpus, num_gpus=self._resources.gpus).remote()
+        options = {"num_cpus": cpus, "num_gpus": gpus, "runtime_env": {"env_vars": dict(environment)}}
+        actor = remote.options(max_restarts=0, **options).remote()
         self._actors.append(actor)
         self._running[actor.start.remote(self._worker, self._settings)] = _Task(actor, None)
 

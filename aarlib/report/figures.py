@@ -1,0 +1,191 @@
+"""Tables to matplotlib figures: figure objects only, no pyplot state; each in a light or a dark theme."""
+
+import io
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import matplotlib
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from aarlib.report.records import RunRecord, RunRecords
+from aarlib.report.tables import UNTOUCHED
+
+
+class Theme(NamedTuple):
+    name: str
+    ink: str
+    muted: str
+    grid: str
+    surface: str
+    series: tuple[str, ...]
+    """Distinct under the common colour-vision deficiencies, in the order in which methods take them."""
+
+
+LIGHT = Theme(
+    "light", "#1f2328", "#59636e", "#e3e6ea", "#ffffff",
+    ("#1f6fb4", "#d1660a", "#1b8a5a", "#8e44ad", "#b5322f", "#7a6a00", "#00808a"),
+)  # fmt: skip
+DARK = Theme(
+    "dark", "#e8eaed", "#a2abb5", "#30363d", "#15181c",
+    ("#6cb2f0", "#f0a04b", "#5cc795", "#c99be0", "#ef8a84", "#d3c14a", "#5ccbd4"),
+)  # fmt: skip
+MARKERS = ("o", "s", "D", "^", "v", "P", "X")
+
+
+class Style(NamedTuple):
+    colour: str
+    marker: str
+
+
+def styles(labels: Sequence[str], theme: Theme) -> dict[str, Style]:
+    """Colour and marker of each method, the same in every figure of a page."""
+    found = {
+        label: Style(theme.series[i % len(theme.series)], MARKERS[i % len(MARKERS)]) for i, label in enumerate(labels)
+    }
+    return found | {UNTOUCHED: Style(theme.muted, "o")}
+
+
+def training_curves(records: RunRecords, theme: Theme) -> Figure:
+    """Training CE and share of picks changed against step: a line per method (mean over seeds) over thin ones per seed."""
+    figure, axes = _panels(theme, 2, height=3.3)
+    panels = (
+        ("train/ce", 1.0, "Training cross-entropy", "CE (nats per target token)"),
+        ("routing/picks_changed", 100.0, "Expert picks changed", "picks unlike the stock router's (%)"),
+    )
+    for axis, (key, scale, title, ylabel) in zip(axes, panels, strict=True):
+        _describe(axis, theme, title, "optimizer step", ylabel)
+        for label, style in _method_styles(records, theme):
+            _curve(axis, [record for record in records.runs if record.label == label], key, scale, label, style)
+    _legend(axes[0], theme)
+    return figure
+
+
+def _curve(axis: Axes, runs: Sequence[RunRecord], key: str, scale: float, label: str, style: Style) -> None:
+    curves = [record.metrics.set_index("step")[key] * scale for record in runs if key in record.metrics]
+    if not curves:
+        return
+    if len(curves) > 1:
+        for curve in curves:
+            axis.plot(curve.index, curve, color=style.colour, alpha=0.35, linewidth=0.9)
+    mean = pd.concat(curves, axis=1).mean(axis=1)
+    axis.plot(mean.index, mean, color=style.colour, linewidth=2.0, label=label)
+
+
+def held_out_differences(table: pd.DataFrame, theme: Theme) -> Figure:
+    """Held-out CE difference against the untouched model and against SFT of the same seed, with 95% intervals."""
+    references = [("vs_untouched", "Against the untouched model"), ("vs_sft", "Against routing-only SFT, same seed")]
+    references = [(name, title) for name, title in references if table[name].notna().any()]
+    trained = table[table["label"] != UNTOUCHED].reset_index(drop=True)
+    figure, axes = _panels(theme, len(references), height=1.3 + 0.3 * len(trained))
+    style = styles(list(dict.fromkeys(trained["label"])), theme)
+    for axis, (name, title) in zip(axes, references, strict=True):
+        _describe(axis, theme, title, "held-out CE difference (nats per target token)", "")
+        axis.axvline(0, color=theme.muted, linewidth=1)
+        for position, row in trained[trained[name].notna()].iterrows():
+            _interval(axis, float(row[name]), row[f"{name}_low"], row[f"{name}_high"], position, row, style)
+        names = [f"{row.label}  {'mean' if row.seed == 'mean' else 'seed ' + row.seed}" for row in trained.itertuples()]
+        axis.set_yticks(range(len(trained)), names if axis is axes[0] else [])
+        axis.set_ylim(len(trained) - 0.5, -0.5)
+        axis.grid(visible=False, axis="y")
+    return figure
+
+
+def _interval(
+    axis: Axes, mean: float, low: float, high: float, position: Any, row: Any, styles_: dict[str, Style]
+) -> None:
+    style, is_mean = styles_[row["label"]], row["seed"] == "mean"
+    axis.plot([low, high], [position, position], color=style.colour, linewidth=2.6 if is_mean else 1.4)
+    axis.plot([mean], [position], marker=style.marker, color=style.colour, markersize=8 if is_mean else 5)
+
+
+def task_scores(scores: pd.DataFrame, theme: Theme) -> Figure:
+    """Main metric of each task: a dot per (method, seed) with its standard error."""
+    tasks = list(dict.fromkeys(scores["task"]))
+    labels = list(dict.fromkeys(scores["label"]))
+    figure, axes = _panels(theme, len(tasks), height=1.5 + 0.3 * len(labels))
+    style = styles([label for label in labels if label != UNTOUCHED], theme)
+    for axis, task in zip(axes, tasks, strict=True):
+        rows = scores[scores["task"] == task]
+        metric, documents = rows.iloc[0]["metric"], rows.iloc[0]["num_documents"]
+        _describe(axis, theme, str(task), f"{metric} ({documents} documents, bar: standard error)", "")
+        for position, label in enumerate(labels):
+            of_label = rows[rows["label"] == label]
+            offsets = [position + 0.18 * (i - (len(of_label) - 1) / 2) for i in range(len(of_label))]
+            axis.errorbar(
+                of_label["value"], offsets, xerr=of_label["stderr"].fillna(0.0), fmt=style[label].marker,
+                color=style[label].colour, markersize=5.5, linewidth=1.2,
+            )  # fmt: skip
+        axis.set_yticks(range(len(labels)), labels if axis is axes[0] else [])
+        axis.set_ylim(len(labels) - 0.5, -0.5)
+        axis.grid(visible=False, axis="y")
+    return figure
+
+
+def routing_change(routing: pd.DataFrame, records: RunRecords, theme: Theme) -> Figure:
+    """By layer, after training: picks changed, and the largest expert's share of the picks."""
+    figure, axes = _panels(theme, 2, height=3.1)
+    panels = (
+        ("picks_changed", "Picks changed by layer", "picks unlike the stock router's (%)"),
+        ("expert_load_max_share", "Load of the busiest expert", "share of the layer's picks (%)"),
+    )
+    for axis, (key, title, ylabel) in zip(axes, panels, strict=True):
+        _describe(axis, theme, title, "decoder layer", ylabel)
+        for label, style in _method_styles(records, theme):
+            mean = 100 * routing[routing["label"] == label].groupby("layer")[key].mean()
+            axis.plot(mean.index, mean, color=style.colour, marker=style.marker, markersize=5, label=label)
+        axis.set_xticks(sorted(set(routing["layer"])))
+    _legend(axes[0], theme)
+    return figure
+
+
+def sweep_trials(trials: pd.DataFrame, theme: Theme) -> Figure:
+    """Objective of each finished trial, a row per trial in the order of the objective, best on top."""
+    ordered = trials.sort_values("objective").reset_index(drop=True)
+    figure, (axis,) = _panels(theme, 1, height=1.3 + 0.32 * len(ordered), width=7.5)
+    _describe(axis, theme, "Sweep: held-out CE by trial", "held-out CE (nats per target token)", "")
+    axis.plot(ordered["objective"], range(len(ordered)), "o", color=theme.series[0], markersize=7)
+    axis.set_yticks(range(len(ordered)), ordered["setting"])
+    axis.set_ylim(len(ordered) - 0.5, -0.5)
+    axis.grid(visible=False, axis="y")
+    return figure
+
+
+def as_svg(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "aarlib"}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    return buffer.getvalue()
+
+
+def _method_styles(records: RunRecords, theme: Theme) -> list[tuple[str, Style]]:
+    style = styles(records.labels, theme)
+    return [(label, style[label]) for label in records.labels]
+
+
+def _panels(theme: Theme, count: int, height: float, width: float = 10.0) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor=theme.surface)
+    axes = list(figure.subplots(1, count, squeeze=False)[0])
+    figure.get_layout_engine().set(wspace=0.06)  # pyright: ignore[reportOptionalMemberAccess]
+    return figure, axes
+
+
+def _describe(axis: Axes, theme: Theme, title: str, xlabel: str, ylabel: str) -> None:
+    axis.set_title(title, loc="left", fontsize=11, color=theme.ink, fontweight="bold", pad=8)
+    axis.set_xlabel(xlabel, fontsize=9, color=theme.muted)
+    axis.set_ylabel(ylabel, fontsize=9, color=theme.muted)
+    axis.set_facecolor("none")
+    axis.tick_params(colors=theme.muted, labelsize=9, length=0)
+    axis.grid(visible=True, color=theme.grid, linewidth=0.8)
+    axis.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+    axis.spines["bottom"].set_color(theme.grid)
+    for label in axis.get_yticklabels():
+        label.set_color(theme.ink)
+
+
+def _legend(axis: Axes, theme: Theme) -> None:
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(frameon=False, fontsize=9, labelcolor=theme.ink)

@@ -1,0 +1,97 @@
+"""How the numbers are written: the one place where the terminal table and the page get their strings."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pandas as pd
+
+from aarlib.report.tables import UNTOUCHED
+
+
+class Display(NamedTuple):
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    emphasised: tuple[bool, ...]
+    """Rows that sum up others: the untouched model and the means over seeds."""
+
+
+def main_display(table: pd.DataFrame, scores: pd.DataFrame) -> Display:
+    """The main table as strings: held-out CE, paired differences with 95% intervals, step-0 CE, task scores, cost."""
+    tasks = list(dict.fromkeys(scores["task"]))
+    headers = [
+        *("method", "seed", "held-out CE", "vs untouched [95%]", "vs SFT, same seed [95%]", "step-0 CE"),
+        *(_task_header(scores, task) for task in tasks),
+        *("trainable", "time (s)", "peak (GiB)"),
+    ]
+    rows = [
+        (
+            *(row["label"], row["seed"], plus_minus(row["ce"], row["ce_std"], 4)),
+            *(interval(row, name) for name in ("vs_untouched", "vs_sft")),
+            number(row["step0_ce"], 4),
+            *(_task_cell(scores, task, row["label"], row["seed"]) for task in tasks),
+            *(number(row["num_trainable"], 0), number(row["wall_s"], 1), number(row["peak_gib"], 2)),
+        )
+        for row in table.to_dict("records")
+    ]
+    emphasised = (table["seed"] == "mean") | (table["label"] == UNTOUCHED)
+    return Display(tuple(headers), tuple(rows), tuple(emphasised))
+
+
+def frame_display(frame: pd.DataFrame) -> Display:
+    """Any small frame, floats with 4 decimals."""
+    rows = tuple(tuple(_plain(value) for value in row) for row in frame.itertuples(index=False))
+    return Display(tuple(str(column).replace("_", " ") for column in frame.columns), rows, (False,) * len(rows))
+
+
+def as_text(display: Display) -> str:
+    """Aligned columns; the first is left-aligned, the others are right-aligned."""
+    cells = [display.headers, *display.rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(display.headers))]
+    lines = ["  ".join(_aligned(row, widths)).rstrip() for row in cells]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def number(value: float | None, decimals: int) -> str:
+    return "" if value is None or pd.isna(value) else f"{value:,.{decimals}f}"
+
+
+def plus_minus(value: float, std: float, decimals: int) -> str:
+    return number(value, decimals) + ("" if pd.isna(std) else f" +- {std:.{decimals}f}")
+
+
+def interval(row: dict, name: str) -> str:
+    if pd.isna(row[name]):
+        return ""
+    return f"{row[name]:+.4f} [{row[f'{name}_low']:+.4f}, {row[f'{name}_high']:+.4f}]"
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    return [
+        cell.ljust(width) if i == 0 else cell.rjust(width)
+        for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ]
+
+
+def _task_header(scores: pd.DataFrame, task: str) -> str:
+    first = scores[scores["task"] == task].iloc[0]
+    return f"{task} {first['metric']} (n={first['num_documents']})"
+
+
+def _task_cell(scores: pd.DataFrame, task: str, label: str, seed: str) -> str:
+    rows = scores[(scores["task"] == task) & (scores["label"] == label)]
+    if seed == "mean":
+        return plus_minus(rows["value"].mean(), rows["value"].std(), 3) if len(rows) else ""
+    rows = rows[rows["seed"] == seed]
+    return number(rows.iloc[0]["value"], 3) if len(rows) else ""
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, float):
+        return "" if math.isnan(value) else f"{value:.4f}"
+    return "" if value is None or value is pd.NA else str(value)
