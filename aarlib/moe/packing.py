@@ -30,15 +30,10 @@ def packed_inputs(
         return arguments
     dtype = parts.layers[0].moe_norm.get_parameter("weight").dtype
     embeddings = torch.empty(*input_ids.shape, 1, dtype=dtype, device=input_ids.device)
-    shared = {
-        "config": parts.config,
-        "inputs_embeds": embeddings,
-        "attention_mask": None,
-        "cache": None,
-        "position_ids": position_ids,
-    }
+    no_mask = no_cache = None
+    shared = (parts.config, embeddings, no_mask, no_cache, position_ids)  # the cache's name differs between releases
     masks = {
-        "full_attention": create_causal_mask(**shared),
-        "sliding_attention": create_sliding_window_causal_mask(**shared),
+        "full_attention": create_causal_mask(*shared),
+        "sliding_attention": create_sliding_window_causal_mask(*shared),
     }
     return {**arguments, "attention_mask": masks}
