@@ -17,16 +17,15 @@ class Survey:
     kept: int = 0
     """In the sample and accepted by the chat template; the counts below are of these."""
     held_out: int = 0
+    """Held out by hash, with a target to evaluate on."""
+    train: int = 0
+    """Not held out; those without targets take a place in a batch and add nothing to its loss."""
     truncated: int = 0
     without_targets: int = 0
-    """No assistant turn, or none before the cut; neither trained nor evaluated on."""
+    """No assistant turn, or none before the cut."""
     tokens: int = 0
     targets: int = 0
     examples: list[Encoded] = field(default_factory=list)
-
-    @property
-    def train(self) -> int:
-        return self.kept - self.held_out - self.without_targets
 
 
 def encode_all(
@@ -68,10 +67,12 @@ def survey(
         result.truncated += row.truncated
         result.tokens += len(row.input_ids)
         result.targets += row.num_targets
+        is_held_out = in_fraction(row.row_id, held_out, "held_out")
+        result.train += not is_held_out
         if not row.num_targets:
             result.without_targets += 1
             continue
-        result.held_out += in_fraction(row.row_id, held_out, "held_out")
+        result.held_out += is_held_out
         if len(result.examples) < num_examples:
             result.examples.append(row)
     return result

@@ -24,7 +24,7 @@ def test_a_survey_counts_what_encoding_each_row_gives():
     assert (found.conversations, found.kept) == (400, len(rows))
     assert 0 < found.without_targets == len(rows) - len(with_targets)
     assert 0 < found.held_out == len(held_out)
-    assert found.train == len(with_targets) - len(held_out)
+    assert found.train == sum(not in_fraction(row.row_id, 0.2, "held_out") for row in rows)
     assert 0 < found.truncated == sum(row.truncated for row in rows)
     assert found.tokens == sum(len(row.input_ids) for row in rows)
     assert found.targets == sum(sum(row.target_mask) for row in rows)
