@@ -1,13 +1,14 @@
 """Tables to matplotlib figures: figure objects only, no pyplot state; each in a light or a dark theme."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from aarlib.report.records import RunRecord, RunRecords
 from aarlib.report.tables import UNTOUCHED
@@ -75,52 +76,52 @@ def _curve(axis: Axes, runs: Sequence[RunRecord], key: str, scale: float, label:
 
 def held_out_differences(table: pd.DataFrame, theme: Theme) -> Figure:
     """Held-out CE difference against the untouched model and against SFT of the same seed, with 95% intervals."""
-    references = [("vs_untouched", "Against the untouched model"), ("vs_sft", "Against routing-only SFT, same seed")]
-    references = [(name, title) for name, title in references if table[name].notna().any()]
-    trained = table[table["label"] != UNTOUCHED].reset_index(drop=True)
-    figure, axes = _panels(theme, len(references), height=1.3 + 0.3 * len(trained))
-    style = styles(list(dict.fromkeys(trained["label"])), theme)
-    for axis, (name, title) in zip(axes, references, strict=True):
-        _describe(axis, theme, title, "held-out CE difference (nats per target token)", "")
+    rows = [row for row in table.to_dict("records") if row["label"] != UNTOUCHED]
+    references = {"vs_untouched": "Against the untouched model", "vs_sft": "Against routing-only SFT, same seed"}
+    shown = [name for name in references if any(pd.notna(row[name]) for row in rows)]
+    figure, axes = _panels(theme, len(shown), height=1.3 + 0.3 * len(rows))
+    style = styles(list(dict.fromkeys(row["label"] for row in rows)), theme)
+    for axis, name in zip(axes, shown, strict=True):
+        _describe(axis, theme, references[name], "held-out CE difference (nats per target token)", "")
         axis.axvline(0, color=theme.muted, linewidth=1)
-        for position, row in trained[trained[name].notna()].iterrows():
-            _interval(axis, float(row[name]), row[f"{name}_low"], row[f"{name}_high"], position, row, style)
-        names = [f"{row.label}  {'mean' if row.seed == 'mean' else 'seed ' + row.seed}" for row in trained.itertuples()]
-        axis.set_yticks(range(len(trained)), names if axis is axes[0] else [])
-        axis.set_ylim(len(trained) - 0.5, -0.5)
-        axis.grid(visible=False, axis="y")
+        for position, row in enumerate(rows):
+            if pd.notna(row[name]):
+                _interval(axis, row, name, position, style[row["label"]])
+        names = [f"{row['label']}  {'mean' if row['seed'] == 'mean' else 'seed ' + row['seed']}" for row in rows]
+        _name_rows(axis, names, visible=axis is axes[0])
     return figure
 
 
-def _interval(
-    axis: Axes, mean: float, low: float, high: float, position: Any, row: Any, styles_: dict[str, Style]
-) -> None:
-    style, is_mean = styles_[row["label"]], row["seed"] == "mean"
-    axis.plot([low, high], [position, position], color=style.colour, linewidth=2.6 if is_mean else 1.4)
-    axis.plot([mean], [position], marker=style.marker, color=style.colour, markersize=8 if is_mean else 5)
+def _interval(axis: Axes, row: dict[Hashable, Any], name: str, position: int, style: Style) -> None:
+    wide = row["seed"] == "mean"
+    ends = [row[f"{name}_low"], row[f"{name}_high"]]
+    axis.plot(ends, [position, position], color=style.colour, linewidth=2.6 if wide else 1.4)
+    axis.plot([row[name]], [position], marker=style.marker, color=style.colour, markersize=8 if wide else 5)
 
 
 def task_scores(scores: pd.DataFrame, theme: Theme) -> Figure:
     """Main metric of each task: a dot per (method, seed) with its standard error."""
-    tasks = list(dict.fromkeys(scores["task"]))
-    labels = list(dict.fromkeys(scores["label"]))
+    rows = scores.to_dict("records")
+    tasks, labels = (list(dict.fromkeys(row[key] for row in rows)) for key in ("task", "label"))
     figure, axes = _panels(theme, len(tasks), height=1.5 + 0.3 * len(labels))
     style = styles([label for label in labels if label != UNTOUCHED], theme)
     for axis, task in zip(axes, tasks, strict=True):
-        rows = scores[scores["task"] == task]
-        metric, documents = rows.iloc[0]["metric"], rows.iloc[0]["num_documents"]
-        _describe(axis, theme, str(task), f"{metric} ({documents} documents, bar: standard error)", "")
+        of_task = [row for row in rows if row["task"] == task]
+        xlabel = f"{of_task[0]['metric']} ({of_task[0]['num_documents']} documents, bar: standard error)"
+        _describe(axis, theme, task, xlabel, "")
         for position, label in enumerate(labels):
-            of_label = rows[rows["label"] == label]
-            offsets = [position + 0.18 * (i - (len(of_label) - 1) / 2) for i in range(len(of_label))]
-            axis.errorbar(
-                of_label["value"], offsets, xerr=of_label["stderr"].fillna(0.0), fmt=style[label].marker,
-                color=style[label].colour, markersize=5.5, linewidth=1.2,
-            )  # fmt: skip
-        axis.set_yticks(range(len(labels)), labels if axis is axes[0] else [])
-        axis.set_ylim(len(labels) - 0.5, -0.5)
-        axis.grid(visible=False, axis="y")
+            _scores(axis, [row for row in of_task if row["label"] == label], position, style[label])
+        _name_rows(axis, labels, visible=axis is axes[0])
     return figure
+
+
+def _scores(axis: Axes, rows: list[dict[Hashable, Any]], position: int, style: Style) -> None:
+    for index, row in enumerate(rows):
+        y = position + 0.18 * (index - (len(rows) - 1) / 2)
+        if pd.notna(row["stderr"]):
+            ends = [row["value"] - row["stderr"], row["value"] + row["stderr"]]
+            axis.plot(ends, [y, y], color=style.colour, linewidth=1.2)
+        axis.plot([row["value"]], [y], marker=style.marker, color=style.colour, markersize=5.5)
 
 
 def routing_change(routing: pd.DataFrame, records: RunRecords, theme: Theme) -> Figure:
@@ -133,22 +134,32 @@ def routing_change(routing: pd.DataFrame, records: RunRecords, theme: Theme) -> 
     for axis, (key, title, ylabel) in zip(axes, panels, strict=True):
         _describe(axis, theme, title, "decoder layer", ylabel)
         for label, style in _method_styles(records, theme):
-            mean = 100 * routing[routing["label"] == label].groupby("layer")[key].mean()
-            axis.plot(mean.index, mean, color=style.colour, marker=style.marker, markersize=5, label=label)
+            layers, shares = _mean_by_layer(routing, label, key)
+            axis.plot(layers, shares, color=style.colour, marker=style.marker, markersize=5, label=label)
         axis.set_xticks(sorted(set(routing["layer"])))
     _legend(axes[0], theme)
     return figure
 
 
+def _mean_by_layer(routing: pd.DataFrame, label: str, key: str) -> tuple[list[int], list[float]]:
+    """Percent, mean over seeds."""
+    found: dict[int, list[float]] = {}
+    for row in routing.to_dict("records"):
+        if row["label"] == label:
+            found.setdefault(row["layer"], []).append(100 * row[key])
+    return sorted(found), [sum(found[layer]) / len(found[layer]) for layer in sorted(found)]
+
+
 def sweep_trials(trials: pd.DataFrame, theme: Theme) -> Figure:
-    """Objective of each finished trial, a row per trial in the order of the objective, best on top."""
-    ordered = trials.sort_values("objective").reset_index(drop=True)
-    figure, (axis,) = _panels(theme, 1, height=1.3 + 0.32 * len(ordered), width=7.5)
-    _describe(axis, theme, "Sweep: held-out CE by trial", "held-out CE (nats per target token)", "")
-    axis.plot(ordered["objective"], range(len(ordered)), "o", color=theme.series[0], markersize=7)
-    axis.set_yticks(range(len(ordered)), ordered["setting"])
-    axis.set_ylim(len(ordered) - 0.5, -0.5)
-    axis.grid(visible=False, axis="y")
+    """Held-out CE difference of each finished trial (`setting`, mean, low, high), best on top."""
+    figure, (axis,) = _panels(theme, 1, height=1.3 + 0.34 * len(trials), width=8.5)
+    xlabel = "held-out CE difference to the untouched model (nats per target token)"
+    _describe(axis, theme, "Sweep trials, best on top", xlabel, "")
+    axis.axvline(0, color=theme.muted, linewidth=1)
+    for position, row in enumerate(trials.to_dict("records")):
+        axis.plot([row["low"], row["high"]], [position, position], color=theme.series[0], linewidth=2)
+        axis.plot([row["mean"]], [position], "o", color=theme.series[0], markersize=6)
+    _name_rows(axis, list(trials["setting"]), visible=True)
     return figure
 
 
@@ -165,9 +176,8 @@ def _method_styles(records: RunRecords, theme: Theme) -> list[tuple[str, Style]]
 
 
 def _panels(theme: Theme, count: int, height: float, width: float = 10.0) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor=theme.surface)
+    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(wspace=0.06), facecolor=theme.surface)
     axes = list(figure.subplots(1, count, squeeze=False)[0])
-    figure.get_layout_engine().set(wspace=0.06)  # pyright: ignore[reportOptionalMemberAccess]
     return figure, axes
 
 
@@ -184,6 +194,13 @@ def _describe(axis: Axes, theme: Theme, title: str, xlabel: str, ylabel: str) ->
     axis.spines["bottom"].set_color(theme.grid)
     for label in axis.get_yticklabels():
         label.set_color(theme.ink)
+
+
+def _name_rows(axis: Axes, names: Sequence[str], visible: bool) -> None:
+    """Rows from top to bottom, named where `visible`."""
+    axis.set_yticks(range(len(names)), names if visible else [""] * len(names))
+    axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.grid(visible=False, axis="y")
 
 
 def _legend(axis: Axes, theme: Theme) -> None:

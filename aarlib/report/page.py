@@ -2,7 +2,7 @@
 
 import base64
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 import aarlib
 from aarlib.config import write_text_atomically
 from aarlib.report import figures, tables, text
-from aarlib.report.records import RunRecords, read_run
+from aarlib.report.records import RunRecords, Sweep, read_run
 
 
 class Picture(NamedTuple):
@@ -58,7 +58,7 @@ def build_report(records: RunRecords) -> Report:
         "main": display,
         "pictures": _pictures(records, table, scores),
         "scoring": text.frame_display(tables.settings_table(records.scores)) if records.scores is not None else None,
-        "trials": text.frame_display(records.trials) if records.trials is not None else None,
+        "sweeps": [(sweep.study, text.sweep_display(tables.sweep_table(sweep))) for sweep in records.sweeps],
         "unfinished": records.unfinished,
         "config": records.config.to_json(),
     }
@@ -68,30 +68,30 @@ def build_report(records: RunRecords) -> Report:
 def headlines(table: pd.DataFrame) -> list[str]:
     """What the table says, method by method, in a sentence each."""
     sentences = []
-    trained = table[table["label"] != tables.UNTOUCHED]
-    for label in dict.fromkeys(trained["label"]):
-        rows = trained[trained["label"] == label]
-        row = (rows[rows["seed"] == "mean"] if (rows["seed"] == "mean").any() else rows).iloc[0].to_dict()
-        seeds = int((rows["seed"] != "mean").sum())
-        sentence = f"{label} ({seeds} {'seed' if seeds == 1 else 'seeds'}): {_verdict(row, 'vs_untouched')} the untouched model's"
+    trained = [row for row in table.to_dict("records") if row["label"] != tables.UNTOUCHED]
+    for label in dict.fromkeys(row["label"] for row in trained):
+        rows = [row for row in trained if row["label"] == label]
+        row = next((row for row in rows if row["seed"] == "mean"), rows[0])
+        seeds = sum(row["seed"] != "mean" for row in rows)
+        verdicts = [_verdict(row, "vs_untouched", "the untouched model's")]
         if not pd.isna(row["vs_sft"]):
-            sentence += f", and {_verdict(row, 'vs_sft')} that of SFT"
-        sentences.append(sentence + ".")
+            verdicts.append(_verdict(row, "vs_sft", "that of SFT of the same seeds"))
+        sentences.append(f"{label} ({seeds} {'seed' if seeds == 1 else 'seeds'}): held-out CE {'; '.join(verdicts)}.")
     return sentences
 
 
-def _verdict(row: dict[str, Any], name: str) -> str:
-    numbers = text.interval(row, name)
-    if row[f"{name}_high"] < 0:
-        return f"held-out CE {numbers} below"
-    if row[f"{name}_low"] > 0:
-        return f"held-out CE {numbers} above"
-    return f"held-out CE {numbers} not distinguishable from"
+def _verdict(row: dict[Hashable, Any], name: str, reference: str) -> str:
+    mean, low, high = row[name], row[f"{name}_low"], row[f"{name}_high"]
+    if high < 0:
+        return f"lower than {reference} by {-mean:.4f} [{-high:.4f}, {-low:.4f}]"
+    if low > 0:
+        return f"higher than {reference} by {mean:.4f} [{low:.4f}, {high:.4f}]"
+    return f"not distinguishable from {reference} ({text.signed_interval(mean, low, high)})"
 
 
 def _facts(records: RunRecords) -> list[tuple[str, str]]:
     config, stages = records.config, records.stages
-    targets = int(records.untouched["num_targets"].sum())
+    targets = sum(records.untouched["num_targets"])
     facts = [
         ("base model", config.model.name),
         ("held out", f"{len(records.untouched):,} conversations, {targets:,} target tokens"),
@@ -100,7 +100,7 @@ def _facts(records: RunRecords) -> list[tuple[str, str]]:
         ("base unchanged", "yes, by hash" if _frozen(records) else "NO"),
     ]
     if stages is not None:
-        facts.append(("all stages", text.duration(sum(stage["wall_s"] for stage in stages["stages"]))))
+        facts.append(("all stages", text.duration(sum(stages["wall_s"].values()))))
         facts.append(("peak memory", f"{stages['peak_gib']:.2f} GiB, whole process tree"))
     return facts
 
@@ -132,11 +132,15 @@ def _pictures(records: RunRecords, table: pd.DataFrame, scores: pd.DataFrame) ->
         pictures.append(
             _picture("Routing by layer", caption, lambda theme: figures.routing_change(routing, records, theme))
         )
-    if records.trials is not None:
-        trials = records.trials
-        caption = "Best on top. One seed each: differences between close trials are noise."
-        pictures.append(_picture("Sweep", caption, lambda theme: figures.sweep_trials(trials, theme)))
-    return pictures
+    return pictures + [_sweep_picture(sweep) for sweep in records.sweeps]
+
+
+def _sweep_picture(sweep: Sweep) -> Picture:
+    trials = tables.sweep_table(sweep)
+    caption = (
+        "Shorter trainings than above, paired with the untouched model; bars are 95% intervals over conversations."
+    )
+    return _picture(f"Sweep {sweep.study}", caption, lambda theme: figures.sweep_trials(trials, theme))
 
 
 def _picture(title: str, caption: str, draw: Callable[[figures.Theme], Figure]) -> Picture:
@@ -160,7 +164,7 @@ def _summary(records: RunRecords, table: pd.DataFrame, scores: pd.DataFrame) -> 
         "num_held_out": len(records.untouched),
         "held_out": _json_rows(table),
         "scores": _json_rows(scores),
-        "trials": None if records.trials is None else _json_rows(records.trials),
+        "sweeps": {sweep.study: _json_rows(tables.sweep_table(sweep)) for sweep in records.sweeps},
         "headlines": headlines(table),
         "frozen_unchanged": _frozen(records),
         "unfinished": list(records.unfinished),
@@ -169,4 +173,4 @@ def _summary(records: RunRecords, table: pd.DataFrame, scores: pd.DataFrame) -> 
 
 
 def _json_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    return json.loads(frame.to_json(orient="records", double_precision=15))
+    return json.loads(str(frame.to_json(orient="records", double_precision=15)))

@@ -31,6 +31,17 @@ class RunRecord(NamedTuple):
         return self.run.label
 
 
+class Sweep(NamedTuple):
+    study: str
+    trials: pd.DataFrame
+    """One row a trial, best first: trial, status, held_out_ce, against_untouched, low, high, ..., the paths varied."""
+
+    @property
+    def varied(self) -> list[str]:
+        """The dotted config paths that the study varied."""
+        return [column for column in self.trials.columns if "." in column]
+
+
 class RunRecords(NamedTuple):
     folder: Path
     config: RunConfig
@@ -39,8 +50,8 @@ class RunRecords(NamedTuple):
     unfinished: tuple[str, ...]
     scores: pd.DataFrame | None
     """evaluation/scores.parquet; None where nothing was evaluated."""
-    trials: pd.DataFrame | None
-    """trials.parquet of a sweep on the same data: setting, objective (held-out CE), ...; None where there is none."""
+    sweeps: tuple[Sweep, ...]
+    """Finished sweeps of this run, from the folders `<run>-<study>` beside it."""
     stages: dict[str, Any] | None
     """stages.json: what a command that runs several stages took, and the peak memory of its process tree."""
 
@@ -58,7 +69,7 @@ class RunRecords(NamedTuple):
 
 def read_run(folder: str | Path) -> RunRecords:
     """Everything finished in a run directory; ValueError where there is none, or nothing in it is finished."""
-    folder = Path(folder)
+    folder = Path(folder).resolve()
     config_path = folder / "config.json"
     if not config_path.is_file():
         raise ValueError(f"{str(folder)!r} is no run directory: it has no config.json; pass a folder that train wrote")
@@ -73,13 +84,20 @@ def read_run(folder: str | Path) -> RunRecords:
         runs=tuple(_read_record(folder / run.name, run) for run in finished),
         unfinished=tuple(run.name for run in config.runs() if run not in finished),
         scores=_optional(folder / "evaluation" / "scores.parquet", pd.read_parquet),
-        trials=_optional(folder / "trials.parquet", pd.read_parquet),
+        sweeps=tuple(
+            _read_sweep(path, folder.name) for path in sorted(folder.parent.glob(f"{folder.name}-*/results.json"))
+        ),
         stages=_optional(folder / "stages.json", lambda path: json.loads(path.read_text(encoding="utf-8"))),
     )
 
 
 def read_held_out(path: Path) -> pd.DataFrame:
     return pd.read_parquet(path, columns=["row_id", "ce_sum", "num_targets"]).set_index("row_id").sort_index()
+
+
+def _read_sweep(path: Path, run_name: str) -> Sweep:
+    trials = pd.DataFrame(json.loads(path.read_text(encoding="utf-8")))
+    return Sweep(path.parent.name.removeprefix(f"{run_name}-"), trials)
 
 
 def _optional(path: Path, read: Callable[[Path], Any]) -> Any:

@@ -1,12 +1,13 @@
 """How the numbers are written: the one place where the terminal table and the page get their strings."""
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import pandas as pd
 
 from aarlib.report.tables import UNTOUCHED
+from aarlib.stats import mean_and_std
 
 
 class Display(NamedTuple):
@@ -18,10 +19,11 @@ class Display(NamedTuple):
 
 def main_display(table: pd.DataFrame, scores: pd.DataFrame) -> Display:
     """The main table as strings: held-out CE, paired differences with 95% intervals, step-0 CE, task scores, cost."""
-    tasks = list(dict.fromkeys(scores["task"]))
+    scored = scores.to_dict("records")
+    tasks = list(dict.fromkeys(row["task"] for row in scored))
     headers = [
         *("method", "seed", "held-out CE", "vs untouched [95%]", "vs SFT, same seed [95%]", "step-0 CE"),
-        *(_task_header(scores, task) for task in tasks),
+        *(_task_header(scored, task) for task in tasks),
         *("trainable", "time (s)", "peak (GiB)"),
     ]
     rows = [
@@ -29,7 +31,7 @@ def main_display(table: pd.DataFrame, scores: pd.DataFrame) -> Display:
             *(row["label"], row["seed"], plus_minus(row["ce"], row["ce_std"], 4)),
             *(interval(row, name) for name in ("vs_untouched", "vs_sft")),
             number(row["step0_ce"], 4),
-            *(_task_cell(scores, task, row["label"], row["seed"]) for task in tasks),
+            *(_task_cell(scored, task, row["label"], row["seed"]) for task in tasks),
             *(number(row["num_trainable"], 0), number(row["wall_s"], 1), number(row["peak_gib"], 2)),
         )
         for row in table.to_dict("records")
@@ -38,8 +40,21 @@ def main_display(table: pd.DataFrame, scores: pd.DataFrame) -> Display:
     return Display(tuple(headers), tuple(rows), tuple(emphasised))
 
 
+def sweep_display(trials: pd.DataFrame) -> Display:
+    headers = ("trial", "setting", "held-out CE", "vs untouched [95%]", "step-0 CE", "trainable", "time (s)")
+    rows = tuple(
+        (
+            *(str(row["trial"]), row["setting"], number(row["ce"], 4)),
+            signed_interval(row["mean"], row["low"], row["high"]),
+            *(number(row["step0_ce"], 4), number(row["num_trainable"], 0), number(row["wall_s"], 1)),
+        )
+        for row in trials.to_dict("records")
+    )
+    return Display(headers, rows, (False,) * len(rows))
+
+
 def frame_display(frame: pd.DataFrame) -> Display:
-    """Any small frame, floats with 4 decimals."""
+    """Any small frame."""
     rows = tuple(tuple(_plain(value) for value in row) for row in frame.itertuples(index=False))
     return Display(tuple(str(column).replace("_", " ") for column in frame.columns), rows, (False,) * len(rows))
 
@@ -60,10 +75,12 @@ def plus_minus(value: float, std: float, decimals: int) -> str:
     return number(value, decimals) + ("" if pd.isna(std) else f" +- {std:.{decimals}f}")
 
 
-def interval(row: dict, name: str) -> str:
-    if pd.isna(row[name]):
-        return ""
-    return f"{row[name]:+.4f} [{row[f'{name}_low']:+.4f}, {row[f'{name}_high']:+.4f}]"
+def interval(row: dict[Hashable, Any], name: str) -> str:
+    return "" if pd.isna(row[name]) else signed_interval(row[name], row[f"{name}_low"], row[f"{name}_high"])
+
+
+def signed_interval(mean: float, low: float, high: float) -> str:
+    return f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]"
 
 
 def duration(seconds: float) -> str:
@@ -78,20 +95,21 @@ def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
     ]
 
 
-def _task_header(scores: pd.DataFrame, task: str) -> str:
-    first = scores[scores["task"] == task].iloc[0]
+def _task_header(scores: Sequence[dict[Hashable, Any]], task: str) -> str:
+    first = next(row for row in scores if row["task"] == task)
     return f"{task} {first['metric']} (n={first['num_documents']})"
 
 
-def _task_cell(scores: pd.DataFrame, task: str, label: str, seed: str) -> str:
-    rows = scores[(scores["task"] == task) & (scores["label"] == label)]
-    if seed == "mean":
-        return plus_minus(rows["value"].mean(), rows["value"].std(), 3) if len(rows) else ""
-    rows = rows[rows["seed"] == seed]
-    return number(rows.iloc[0]["value"], 3) if len(rows) else ""
+def _task_cell(scores: Sequence[dict[Hashable, Any]], task: str, label: str, seed: str) -> str:
+    """The score of one model, or mean +- deviation over the seeds of a method."""
+    found = [row for row in scores if row["task"] == task and row["label"] == label]
+    values = [row["value"] for row in found if seed in ("mean", row["seed"])]
+    if not values:
+        return ""
+    return plus_minus(*mean_and_std(values), 3)
 
 
 def _plain(value: object) -> str:
     if isinstance(value, float):
-        return "" if math.isnan(value) else f"{value:.4f}"
+        return "" if math.isnan(value) else f"{value:.6g}"
     return "" if value is None or value is pd.NA else str(value)

@@ -1,0 +1,168 @@
+"""The whole job on the bundled model, in minutes on two CPU cores: train, sweep, evaluate, report.
+
+    python -m pipelines.demo                     a new run directory runs/nano_demo...; an interrupted one is taken up again
+    python -m pipelines.demo --ray.storage=DIR   the same, elsewhere
+
+Trains routing-only SFT, AAR^T and AAR with two seeds each, sweeps window and layers, scores every adapter and the
+untouched model on lm-eval tasks, and writes one page. Any field of pipelines/configs/nano_demo.toml can be overridden.
+"""
+
+import itertools
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from aarlib.config import write_text_atomically
+from aarlib.training.config import RunConfig
+
+CONFIG = Path(__file__).parent / "configs" / "nano_demo.toml"
+STAGES = "stages.json"
+STUDY = "window_layers"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    overrides = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(overrides):
+        print(__doc__)
+        return 0
+    _quieten()
+    try:
+        config = next_config(RunConfig.from_toml(CONFIG, overrides))
+        run(config)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def next_config(config: RunConfig) -> RunConfig:
+    """The config under the first name that is free, or whose demo was interrupted."""
+    from aarlib.runtime.run_directory import check_claim, run_directory
+
+    for number in itertools.count(1):
+        candidate = config if number == 1 else config.updated({"name": f"{config.name}_{number}"})
+        folder = run_directory(candidate)
+        if not (folder / "report.html").is_file():
+            check_claim(candidate)
+            return candidate
+    raise AssertionError("itertools.count ends")
+
+
+def run(config: RunConfig) -> None:
+    from aarlib.runtime.process_tree import PeakMemory
+    from aarlib.runtime.run_directory import run_directory
+
+    folder = run_directory(config)
+    with PeakMemory() as peak:
+        stages = Stages(folder, peak)
+        print(f"aarlib demo: {len(config.runs())} trainings, run directory {folder}", flush=True)
+        checked = stages.run("check", "tasks and configuration, before anything expensive", lambda: check(config))
+        stages.run(
+            "train", "routing-only SFT, AAR^T and AAR on Ray Train and DeepSpeed", lambda: train(config)
+        )
+        stages.run("sweep", "window and layers with Ray Tune", lambda: sweep(config))
+        stages.run(
+            "evaluate", f"{checked} with lm-eval, every adapter and the untouched model", lambda: evaluate(config)
+        )
+        _shut_down_ray()
+    stages.store()
+    conclude(folder, config, sum(stages.wall_s.values()), peak.gib)
+
+
+class Stages:
+    """Runs stages, prints when each starts and ends, and keeps their times across an interruption."""
+
+    def __init__(self, folder: Path, peak: Any):
+        self._path, self._peak, self._number = folder / STAGES, peak, 0
+        stored = json.loads(self._path.read_text(encoding="utf-8")) if self._path.is_file() else {}
+        self.wall_s: dict[str, float] = stored.get("wall_s", {})
+        self._earlier_gib = stored.get("peak_gib", 0.0)
+
+    def run(self, name: str, what: str, action: Callable[[], Any]) -> Any:
+        self._number += 1
+        print(f"\n[{self._number}] {name}: {what}", flush=True)
+        begun = time.monotonic()
+        result = action()
+        elapsed = time.monotonic() - begun
+        self.wall_s[name] = round(self.wall_s.get(name, 0.0) + elapsed, 1)
+        print(f"[{self._number}] {name}: {elapsed:.0f} s, {sum(self.wall_s.values()):.0f} s in all", flush=True)
+        if name != "check":
+            self.store()
+        return result
+
+    def store(self) -> None:
+        stored = {"wall_s": self.wall_s, "peak_gib": max(self._peak.gib, self._earlier_gib)}
+        write_text_atomically(self._path, json.dumps(stored, indent=2))
+
+
+def check(config: RunConfig) -> str:
+    import tempfile
+
+    from aarlib.runtime import trainer
+    from aarlib.runtime.evaluation import find_tasks
+
+    trainer.check(config)
+    with tempfile.TemporaryDirectory() as folder:
+        return ", ".join(find_tasks(config.evaluate, folder).names)
+
+
+def train(config: RunConfig) -> Any:
+    from aarlib.runtime import trainer
+
+    return trainer.train(config)
+
+
+def sweep(config: RunConfig) -> Any:
+    from aarlib.runtime import sweep as runtime_sweep
+    from tune_spaces.aar_window_layers import STUDY as study
+
+    return runtime_sweep.sweep(config, study, STUDY)
+
+
+def evaluate(config: RunConfig) -> Any:
+    from aarlib.runtime import evaluation
+    from aarlib.runtime.cluster import connect
+    from aarlib.runtime.run_directory import run_directory
+
+    connect(config.ray)
+    folder = run_directory(config)
+    result = evaluation.evaluate(config, folder)
+    for problem in evaluation.track(config, folder, result.scores):
+        print(f"MLflow refused: {problem}", file=sys.stderr)
+    return result
+
+
+def conclude(folder: Path, config: RunConfig, wall_s: float, peak_gib: float) -> None:
+    from aarlib.report.page import write_report
+    from aarlib.report.text import duration
+    from aarlib.runtime.tracking import tracking_uri
+
+    written = write_report(folder)
+    print(f"\n{written.text}\n\n{duration(wall_s)} in all, peak memory of the process tree {peak_gib:.2f} GiB")
+    print(f"page:    {written.page}\nsummary: {written.summary}")
+    print(f"MLflow:  mlflow ui --backend-store-uri {tracking_uri(config)} --host 127.0.0.1")
+
+
+def _shut_down_ray() -> None:
+    import ray
+
+    ray.shutdown()
+
+
+def _quieten() -> None:
+    """Our own progress lines only: no bars, no banners."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("aarlib").setLevel(logging.INFO)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
