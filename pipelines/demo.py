@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,8 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     _quieten()
     try:
-        config = next_config(RunConfig.from_toml(CONFIG, overrides))
-        run(config)
+        run(next_config(RunConfig.from_toml(CONFIG, overrides)))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -41,13 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def next_config(config: RunConfig) -> RunConfig:
-    """The config under the first name that is free, or whose demo was interrupted."""
+    """The config under the first name whose demo is not finished: a free one, or an interrupted one to take up again."""
     from aarlib.runtime.run_directory import check_claim, run_directory
 
     for number in itertools.count(1):
         candidate = config if number == 1 else config.updated({"name": f"{config.name}_{number}"})
-        folder = run_directory(candidate)
-        if not (folder / "report.html").is_file():
+        if not read_stages(run_directory(candidate)).get("finished", False):
             check_claim(candidate)
             return candidate
     raise AssertionError("itertools.count ends")
@@ -58,20 +57,15 @@ def run(config: RunConfig) -> None:
     from aarlib.runtime.run_directory import run_directory
 
     folder = run_directory(config)
+    print(f"aarlib demo: {len(config.runs())} trainings, run directory {folder}", flush=True)
     with PeakMemory() as peak:
         stages = Stages(folder, peak)
-        print(f"aarlib demo: {len(config.runs())} trainings, run directory {folder}", flush=True)
-        checked = stages.run("check", "tasks and configuration, before anything expensive", lambda: check(config))
-        stages.run(
-            "train", "routing-only SFT, AAR^T and AAR on Ray Train and DeepSpeed", lambda: train(config)
-        )
+        tasks = stages.run("check", "configuration and tasks, before anything expensive", lambda: check(config))
+        stages.run("train", ", ".join(config.method) + " with Ray Train and DeepSpeed", lambda: train(config))
         stages.run("sweep", "window and layers with Ray Tune", lambda: sweep(config))
-        stages.run(
-            "evaluate", f"{checked} with lm-eval, every adapter and the untouched model", lambda: evaluate(config)
-        )
-        _shut_down_ray()
-    stages.store()
-    conclude(folder, config, sum(stages.wall_s.values()), peak.gib)
+        stages.run("evaluate", f"every adapter and the untouched model on {tasks}", lambda: evaluate(config))
+        stages.finish()
+    conclude(folder, config, sum(stages.wall_s.values()), stages.peak_gib)
 
 
 class Stages:
@@ -79,30 +73,40 @@ class Stages:
 
     def __init__(self, folder: Path, peak: Any):
         self._path, self._peak, self._number = folder / STAGES, peak, 0
-        stored = json.loads(self._path.read_text(encoding="utf-8")) if self._path.is_file() else {}
-        self.wall_s: dict[str, float] = stored.get("wall_s", {})
-        self._earlier_gib = stored.get("peak_gib", 0.0)
+        earlier = read_stages(folder)
+        self.wall_s: dict[str, float] = earlier.get("wall_s", {})
+        self._earlier_gib: float = earlier.get("peak_gib", 0.0)
+
+    @property
+    def peak_gib(self) -> float:
+        return max(self._peak.gib, self._earlier_gib)
 
     def run(self, name: str, what: str, action: Callable[[], Any]) -> Any:
         self._number += 1
-        print(f"\n[{self._number}] {name}: {what}", flush=True)
+        print(f"\n[{self._number}/4] {name}: {what}", flush=True)
         begun = time.monotonic()
         result = action()
         elapsed = time.monotonic() - begun
         self.wall_s[name] = round(self.wall_s.get(name, 0.0) + elapsed, 1)
-        print(f"[{self._number}] {name}: {elapsed:.0f} s, {sum(self.wall_s.values()):.0f} s in all", flush=True)
-        if name != "check":
-            self.store()
+        print(f"[{self._number}/4] {name}: {elapsed:.0f} s, {sum(self.wall_s.values()):.0f} s in all", flush=True)
+        if self._path.parent.is_dir():
+            self._store(finished=False)
         return result
 
-    def store(self) -> None:
-        stored = {"wall_s": self.wall_s, "peak_gib": max(self._peak.gib, self._earlier_gib)}
+    def finish(self) -> None:
+        self._store(finished=True)
+
+    def _store(self, finished: bool) -> None:
+        stored = {"wall_s": self.wall_s, "peak_gib": self.peak_gib, "finished": finished}
         write_text_atomically(self._path, json.dumps(stored, indent=2))
 
 
-def check(config: RunConfig) -> str:
-    import tempfile
+def read_stages(folder: Path) -> dict[str, Any]:
+    path = folder / STAGES
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
+
+def check(config: RunConfig) -> str:
     from aarlib.runtime import trainer
     from aarlib.runtime.evaluation import find_tasks
 
@@ -111,30 +115,29 @@ def check(config: RunConfig) -> str:
         return ", ".join(find_tasks(config.evaluate, folder).names)
 
 
-def train(config: RunConfig) -> Any:
+def train(config: RunConfig) -> None:
     from aarlib.runtime import trainer
 
-    return trainer.train(config)
+    trainer.train(config)
 
 
-def sweep(config: RunConfig) -> Any:
-    from aarlib.runtime import sweep as runtime_sweep
+def sweep(config: RunConfig) -> None:
+    from aarlib.runtime import sweep
     from tune_spaces.aar_window_layers import STUDY as study
 
-    return runtime_sweep.sweep(config, study, STUDY)
+    sweep.sweep(config, study, STUDY)
 
 
-def evaluate(config: RunConfig) -> Any:
+def evaluate(config: RunConfig) -> None:
     from aarlib.runtime import evaluation
     from aarlib.runtime.cluster import connect
     from aarlib.runtime.run_directory import run_directory
 
     connect(config.ray)
     folder = run_directory(config)
-    result = evaluation.evaluate(config, folder)
-    for problem in evaluation.track(config, folder, result.scores):
+    scores = evaluation.evaluate(config, folder).scores
+    for problem in evaluation.track(config, folder, scores):
         print(f"MLflow refused: {problem}", file=sys.stderr)
-    return result
 
 
 def conclude(folder: Path, config: RunConfig, wall_s: float, peak_gib: float) -> None:
@@ -146,12 +149,6 @@ def conclude(folder: Path, config: RunConfig, wall_s: float, peak_gib: float) ->
     print(f"\n{written.text}\n\n{duration(wall_s)} in all, peak memory of the process tree {peak_gib:.2f} GiB")
     print(f"page:    {written.page}\nsummary: {written.summary}")
     print(f"MLflow:  mlflow ui --backend-store-uri {tracking_uri(config)} --host 127.0.0.1")
-
-
-def _shut_down_ray() -> None:
-    import ray
-
-    ray.shutdown()
 
 
 def _quieten() -> None:

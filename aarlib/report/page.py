@@ -95,7 +95,7 @@ def _facts(records: RunRecords) -> list[tuple[str, str]]:
     facts = [
         ("base model", config.model.name),
         ("held out", f"{len(records.untouched):,} conversations, {targets:,} target tokens"),
-        ("trainings", f"{len(records.runs)} of {records.runs[0].result['steps']:,} steps"),
+        ("trainings", f"{len(records.runs)}, {records.runs[0].result['steps']:,} steps each"),
         ("workers", f"{records.runs[0].result['num_workers']}, ZeRO {records.runs[0].result['zero_stage']}"),
         ("base unchanged", "yes, by hash" if _frozen(records) else "NO"),
     ]

@@ -16,7 +16,7 @@ def tree_memory_gib() -> float:
 class PeakMemory:
     """`with PeakMemory() as peak: ...; peak.gib` is the largest sample so far."""
 
-    def __init__(self, interval_s: float = 2.0):
+    def __init__(self, interval_s: float = 3.0):
         self.gib = 0.0
         self._interval_s = interval_s
         self._stopped = threading.Event()

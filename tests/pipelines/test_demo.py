@@ -1,0 +1,104 @@
+"""The demo's run directory: fresh when the last demo is finished, the same when it was interrupted; and all of it, small."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from aarlib.runtime.run_directory import claim
+from aarlib.training.config import RunConfig
+from pipelines import demo
+
+
+def config_in(folder, *overrides) -> RunConfig:
+    return RunConfig.from_toml(demo.CONFIG, [f"ray.storage={folder}", *overrides])
+
+
+def test_a_finished_demo_is_left_alone_and_an_interrupted_one_taken_up(tmp_path):
+    config = config_in(tmp_path)
+    assert demo.next_config(config).name == "nano_demo"
+    folder = claim(config)
+    (folder / demo.STAGES).write_text(json.dumps({"wall_s": {"train": 3.0}, "peak_gib": 1.0, "finished": False}))
+    assert demo.next_config(config).name == "nano_demo"
+    (folder / demo.STAGES).write_text(json.dumps({"wall_s": {"train": 3.0}, "peak_gib": 1.0, "finished": True}))
+    assert demo.next_config(config).name == "nano_demo_2"
+
+
+def test_an_interrupted_demo_of_another_config_is_not_mixed_with_this_one(tmp_path, capsys):
+    claim(config_in(tmp_path))
+    assert demo.main([f"--ray.storage={tmp_path}", "--optim.max_steps=3"]) == 2
+    assert "exists with another config (optim.max_steps" in capsys.readouterr().err
+
+
+class Peak:
+    gib = 2.0
+
+
+def test_stages_add_up_over_an_interruption(tmp_path, capsys):
+    first = demo.Stages(tmp_path, Peak())
+    assert first.run("train", "something", lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        first.run("sweep", "something", lambda: 1 / 0)
+    stored = demo.read_stages(tmp_path)
+    assert set(stored["wall_s"]) == {"train"} and not stored["finished"]
+    again = demo.Stages(tmp_path, Peak())
+    again.run("train", "something", lambda: time.sleep(0.2))
+    assert again.wall_s["train"] >= stored["wall_s"]["train"] + 0.2
+    again.finish()
+    assert demo.read_stages(tmp_path)["finished"]
+    assert "[1/4] train: something" in capsys.readouterr().out
+
+
+def test_help_is_fast_and_a_bad_field_is_named(capsys):
+    begun = time.monotonic()
+    subprocess.run([sys.executable, "-m", "pipelines.demo", "--help"], check=True, capture_output=True)
+    assert time.monotonic() - begun < 2
+    assert demo.main(["--optim.max_stepss=3"]) == 2
+    assert "did you mean 'max_steps'" in capsys.readouterr().err
+
+
+SMALL = """
+import sys
+from ray import tune
+from aarlib.runtime.sweep import Study
+import tune_spaces.aar_window_layers as space
+from pipelines import demo
+space.STUDY = Study(space={"method.aar.window": tune.grid_search([4])}, fixed={"ray.num_workers": 1, "optim.max_steps": 1})
+raise SystemExit(demo.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_the_demo_runs_end_to_end_also_after_a_kill_and_repeats_nothing(tmp_path):
+    arguments = [
+        f"--ray.storage={tmp_path}", "--seeds=[0]", "--optim.max_steps=2", "--data.train=['nano:sft:200']",
+        "--data.max_held_out=12", "--evaluate.limit=6", "--evaluate.tasks=['nano_ioi']", "--evaluate.num_actors=1",
+    ]  # fmt: skip
+    command = [sys.executable, "-c", SMALL, *arguments]
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        first = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        while not (tmp_path / "nano_demo" / "router_sft-seed0" / "result.json").is_file():
+            assert first.poll() is None, log.read_text()
+            time.sleep(0.2)
+        os.killpg(first.pid, signal.SIGKILL)
+        first.wait()
+    kept = (tmp_path / "nano_demo" / "router_sft-seed0" / "result.json").stat().st_mtime_ns
+    second = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert second.returncode == 0, second.stderr
+    folder = tmp_path / "nano_demo"
+    assert (folder / "router_sft-seed0" / "result.json").stat().st_mtime_ns == kept
+    summary = json.loads((folder / "summary.json").read_text())
+    assert [row["label"] for row in summary["held_out"]] == ["untouched", "router_sft", "aar_t", "aar"]
+    assert len(summary["scores"]) == 4 and all(row["num_documents"] == 6 for row in summary["scores"])
+    assert len(summary["sweeps"][demo.STUDY]) == 1 and not summary["unfinished"]
+    assert set(summary["stages"]["wall_s"]) == {"check", "train", "sweep", "evaluate"}
+    assert summary["stages"]["peak_gib"] > 0.5
+    assert str(folder / "report.html") in second.stdout
+    assert re.search(r"mlflow ui --backend-store-uri sqlite:///\S+ --host 127.0.0.1", second.stdout)
