@@ -98,12 +98,18 @@ def _costs(runs: Sequence[RunRecord]) -> dict[str, float]:
 
 
 def score_table(records: RunRecords) -> pd.DataFrame:
-    """One row per (adapter, task) under the task's main metric: label, seed, task, metric, value, stderr, num_documents."""
+    """One row per (adapter, task) under the task's main metric: label, seed, task, metric, value, stderr, num_documents.
+
+    A group that aggregates its members is shown without them.
+    """
     if records.scores is None:
         return pd.DataFrame(columns=["label", "seed", "task", "metric", "value", "stderr", "num_documents"])
+    stored = records.scores.to_dict("records")
+    aggregated = {row["asked"] for row in stored if row["task"] == row["asked"]}
     by_unit: dict[tuple[str, str], list[dict[Hashable, Any]]] = {}
-    for row in records.scores.to_dict("records"):
-        by_unit.setdefault((row["adapter"], row["task"]), []).append(row)
+    for row in stored:
+        if row["task"] == row["asked"] or row["asked"] not in aggregated:
+            by_unit.setdefault((row["adapter"], row["task"]), []).append(row)
     rows = []
     for (adapter, task), found in by_unit.items():
         label, seed = split_name(adapter)

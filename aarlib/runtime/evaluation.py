@@ -23,7 +23,7 @@ NANO_DOCUMENTS = 200
 QUIET = {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 """Actors' progress bars would run over one another; run_units reports progress itself."""
 SCORE_COLUMNS = [
-    *("adapter", "task", "metric", "filter", "value", "stderr"),
+    *("adapter", "asked", "task", "metric", "filter", "value", "stderr"),
     *("higher_is_better", "num_documents", "num_truncated", "settings"),
 ]
 SAMPLE_COLUMNS = [
@@ -34,7 +34,7 @@ SAMPLE_COLUMNS = [
 
 class Evaluation(NamedTuple):
     scores: pd.DataFrame
-    """One row per (adapter, task, metric, filter); columns SCORE_COLUMNS."""
+    """One row per (adapter, task, metric, filter); columns SCORE_COLUMNS. `asked` is the task, group or tag of the config."""
     samples: pd.DataFrame
     """One row per (adapter, task, filter, document); columns SAMPLE_COLUMNS."""
 
@@ -91,7 +91,7 @@ class Evaluator:
         finally:
             if handle is not None:
                 handle.detach()
-        return frame.assign(adapter=unit["adapter"])
+        return frame.assign(adapter=unit["adapter"], asked=unit["task"])
 
 
 def load_base(config: ModelConfig, gpus: float) -> tuple[Any, Any]:

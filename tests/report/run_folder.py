@@ -77,10 +77,11 @@ def write_scores(folder: Path) -> None:
     rows = [
         {
             "adapter": adapter,
-            "task": "quiz",
+            "asked": "quiz",
+            "task": task,
             "metric": metric,
             "filter": "none",
-            "value": value + offset,
+            "value": value + offset + (0.1 if task == "quiz_easy" else 0.0),
             "stderr": 0.05,
             "higher_is_better": True,
             "num_documents": 80,
@@ -93,6 +94,7 @@ def write_scores(folder: Path) -> None:
             ("aar-seed0", 0.625),
             ("aar-seed1", 0.75),
         ]
+        for task in ("quiz_easy", "quiz")
         for metric, offset in [("acc_norm", 0.2), ("acc", 0.0)]
     ]
     _write(folder / "evaluation" / "scores.parquet", pd.DataFrame(rows))

@@ -67,7 +67,7 @@ def test_only_rows_of_both_are_paired_and_other_tokenisations_are_refused():
 def test_scores_show_the_main_metric_with_its_documents(folder):
     records = read_run(folder)
     scores = score_table(records).set_index(["label", "seed"])
-    assert list(scores["metric"].unique()) == ["acc"]
+    assert list(scores["metric"].unique()) == ["acc"] and list(scores["task"].unique()) == ["quiz"]
     assert scores.loc[("aar", "1"), "value"] == 0.75 and scores.loc[("untouched", ""), "num_documents"] == 80
     assert settings_table(records.scores).iloc[0]["batch size"] == 4
 
