@@ -33,6 +33,7 @@ def capture(engine: Any, named: NamedParameters, zero_stage: int) -> dict[str, T
 
     tensors: dict[str, Tensor] = {}
     for name, parameter in named:
+        values: dict[str, Any]
         if zero_stage == 0:
             values = {"param": parameter.data, **{key: engine.optimizer.state[parameter][key] for key in STATES}}
         else:

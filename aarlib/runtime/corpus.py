@@ -6,18 +6,17 @@ for any number of workers, files or blocks. The driver holds block references on
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
 
-import pandas as pd
 import pyarrow as pa
-import pyarrow.compute as pc
 import ray.data
 from ray.data.dataset import Dataset, MaterializedDataset
 
 from aarlib.data.chat import Conversation, Encoded, encode
+from aarlib.data.conversations import OnBadRow
 from aarlib.data.sampling import in_fraction, row_hash
 from aarlib.data.sources import expand_sources
 from aarlib.training.config import DataConfig, ModelConfig
@@ -25,6 +24,7 @@ from aarlib.training.config import DataConfig, ModelConfig
 logger = logging.getLogger("aarlib")
 
 ROWS_PER_BLOCK = 1024
+TOTALS = ("rows", "train", "train_targets", "truncated")
 
 
 class Corpus(NamedTuple):
@@ -49,44 +49,18 @@ def find_sources(train: tuple[str, ...]) -> list[str]:
 
 def build_corpus(model: ModelConfig, data: DataConfig) -> Corpus:
     """Read, sample, tokenise and split; a ValueError before any worker starts if nothing is left to train or evaluate on."""
-    sources = find_sources(data.train)
-    quiet_ray_data()
-    ray.data.DataContext.get_current().execution_options.preserve_order = True
-    conversations = ray.data.from_items(
-        [{"source": source} for source in sources], override_num_blocks=len(sources)
-    ).map_batches(read_source, batch_size=1, fn_kwargs={"on_bad_row": data.on_bad_row, "sample": data.sample})
-    encoded = (
-        conversations.repartition(target_num_rows_per_block=ROWS_PER_BLOCK)
-        .map_batches(
-            encode_batch,
-            batch_size=None,
-            batch_format="pyarrow",
-            fn_kwargs={
-                "model": model.model_dump(mode="json"),
-                "sequence_length": data.sequence_length,
-                "held_out": data.held_out,
-                "on_bad_row": data.on_bad_row,
-            },
-        )
-        .materialize()
-    )
-    held_out = _by_hash(encoded, "held_out_order", held_out=True)
-    if data.max_held_out is not None:
-        held_out = held_out.limit(data.max_held_out)
-    totals = pd.DataFrame(encoded.map_batches(_totals, batch_size=None, batch_format="pyarrow").take_all()).sum()
+    encoded = _encoded(model, data).materialize()
+    blocks = _map(encoded, _totals).take_all()
+    totals = {name: sum(int(block[name]) for block in blocks) for name in TOTALS}
     if totals["rows"] == 0:
         raise ValueError(
             f"data.train = {list(data.train)}: no conversation left with data.sample = {data.sample}; raise the sample"
         )
+    held_out = _by_hash(encoded, "held_out_order", held_out=True)
+    if data.max_held_out is not None:
+        held_out = held_out.limit(data.max_held_out)
     held_out = held_out.materialize()
-    corpus = Corpus(
-        encoded,
-        held_out,
-        num_train=int(totals["train"]),
-        num_held_out=held_out.count(),
-        num_train_targets=int(totals["train_targets"]),
-        num_truncated=int(totals["truncated"]),
-    )
+    corpus = Corpus(encoded, held_out, totals["train"], held_out.count(), totals["train_targets"], totals["truncated"])
     _check(corpus, data)
     logger.info(
         "%d conversations to train on (%d target tokens), %d held out, %d truncated at %d tokens",
@@ -98,6 +72,27 @@ def build_corpus(model: ModelConfig, data: DataConfig) -> Corpus:
 def ordered(corpus: Corpus, seed: int, epoch: int) -> MaterializedDataset:
     """The training rows in the order in which (seed, epoch) sees them."""
     return _by_hash(corpus.encoded, f"{seed}/{epoch}", held_out=False).materialize()
+
+
+def _encoded(model: ModelConfig, data: DataConfig) -> Dataset:
+    sources = find_sources(data.train)
+    quiet_ray_data()
+    ray.data.DataContext.get_current().execution_options.preserve_order = True
+    listed = ray.data.from_items([{"source": source} for source in sources], override_num_blocks=len(sources))
+    conversations = _map(listed, read_source, on_bad_row=data.on_bad_row, sample=data.sample)
+    return _map(
+        conversations.repartition(target_num_rows_per_block=ROWS_PER_BLOCK),
+        encode_batch,
+        model=model.model_dump(mode="json"),
+        sequence_length=data.sequence_length,
+        held_out=data.held_out,
+        on_bad_row=data.on_bad_row,
+    )
+
+
+def _map(dataset: Dataset, fn: Callable[..., Any], **settings: Any) -> Dataset:
+    """`fn` over whole blocks as Arrow tables."""
+    return dataset.map_batches(fn, batch_size=None, batch_format="pyarrow", fn_kwargs=settings)
 
 
 def quiet_ray_data() -> None:
@@ -124,21 +119,22 @@ def _check(corpus: Corpus, data: DataConfig) -> None:
         )
 
 
-def read_source(batch: Mapping[str, Any], on_bad_row: str, sample: float) -> Iterator[dict[str, list[str]]]:
-    """The sampled conversations of one source as JSON, `ROWS_PER_BLOCK` at a time."""
-    rows = (
-        row for row in _conversations(str(batch["source"][0]), on_bad_row) if in_fraction(row.row_id, sample, "sample")
-    )
-    empty = True
-    while part := list(islice(rows, ROWS_PER_BLOCK)):
-        empty = False
-        yield {"row_id": [row.row_id for row in part], "conversation": [_to_json(row) for row in part]}
-    if empty:
-        yield {"row_id": [], "conversation": []}
+def read_source(table: pa.Table, on_bad_row: OnBadRow, sample: float) -> Iterator[pa.Table]:
+    """The sampled conversations of the table's sources as JSON, `ROWS_PER_BLOCK` at a time."""
+    for source in table.column("source").to_pylist():
+        rows = (row for row in _conversations(source, on_bad_row) if in_fraction(row.row_id, sample, "sample"))
+        while part := list(islice(rows, ROWS_PER_BLOCK)):
+            yield _as_json(part)
+    yield _as_json([])
+
+
+def _as_json(rows: list[Conversation]) -> pa.Table:
+    texts = [json.dumps(row._asdict()) for row in rows]
+    return pa.table({"conversation": pa.array(texts, pa.string())})
 
 
 def encode_batch(
-    table: pa.Table, model: dict[str, Any], sequence_length: int, held_out: float, on_bad_row: str
+    table: pa.Table, model: dict[str, Any], sequence_length: int, held_out: float, on_bad_row: OnBadRow
 ) -> pa.Table:
     """Token ids and target masks of a block of conversations."""
     tokenizer = _tokenizer(json.dumps(model, sort_keys=True))
@@ -164,28 +160,22 @@ def encode_batch(
 
 def _by_hash(encoded: Dataset, salt: str, held_out: bool) -> Dataset:
     """The held-out rows with targets, or all others, sorted by a hash of salt and row id."""
-    fn_kwargs = {"salt": salt, "held_out": held_out}
-    keyed = encoded.map_batches(_with_key, batch_size=None, batch_format="pyarrow", fn_kwargs=fn_kwargs)
-    return keyed.sort(["key", "row_id"])
+    return _map(encoded, _with_key, salt=salt, held_out=held_out).sort(["key", "row_id"])
 
 
 def _with_key(table: pa.Table, salt: str, held_out: bool) -> pa.Table:
-    chosen = table.column("held_out")
-    chosen = pc.and_(chosen, pc.greater(table.column("num_targets"), 0)) if held_out else pc.invert(chosen)
-    table = table.filter(chosen).select(["row_id", "input_ids", "target_mask"])
+    is_held_out, num_targets = table["held_out"].to_numpy(), table["num_targets"].to_numpy()
+    chosen = is_held_out & (num_targets > 0) if held_out else ~is_held_out
+    table = table.filter(pa.array(chosen)).select(["row_id", "input_ids", "target_mask"])
     keys = [row_hash(row_id, salt) - (1 << 63) for row_id in table.column("row_id").to_pylist()]
     return table.append_column("key", pa.array(keys, pa.int64()))
 
 
 def _totals(table: pa.Table) -> pa.Table:
-    train = table.filter(pc.invert(table.column("held_out")))
-    totals = {
-        "rows": table.num_rows,
-        "train": train.num_rows,
-        "train_targets": pc.sum(train.column("num_targets")).as_py() or 0,
-        "truncated": pc.sum(table.column("truncated")).as_py() or 0,
-    }
-    return pa.table({name: pa.array([value], pa.int64()) for name, value in totals.items()})
+    train = ~table["held_out"].to_numpy()
+    targets, truncated = table["num_targets"].to_numpy(), table["truncated"].to_numpy()
+    totals = (len(train), train.sum(), targets[train].sum(), truncated.sum())
+    return pa.table({name: pa.array([int(value)]) for name, value in zip(TOTALS, totals, strict=True)})
 
 
 @cache
@@ -196,7 +186,7 @@ def _tokenizer(model: str) -> Any:
     return load_tokenizer(fields.name, fields.revision, fields.chat_template)
 
 
-def _conversations(source: str, on_bad_row: str) -> Iterator[Any]:
+def _conversations(source: str, on_bad_row: OnBadRow) -> Iterator[Any]:
     if source.startswith("nano:"):
         from aarlib.nano.world import conversations
 
@@ -214,7 +204,3 @@ def _parse_nano(source: str) -> tuple[str, int]:
             f"data.train = {source!r} is not of the form nano:<split>:<number of rows>, such as nano:sft:2000"
         )
     return parts[1], int(parts[2])
-
-
-def _to_json(conversation: Any) -> str:
-    return json.dumps(conversation._asdict())

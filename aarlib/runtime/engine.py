@@ -95,9 +95,7 @@ def make_engine(trainee: Trainee, setup: Setup) -> Any:
         eps=BETAS_EPS,
         weight_decay=setup.optim.weight_decay,
     )
-    engine, *_ = deepspeed.initialize(
-        model=trainee, optimizer=optimizer, model_parameters=parameters, config=deepspeed_config(setup)
-    )
+    engine, *_ = deepspeed.initialize(model=trainee, optimizer=optimizer, config=deepspeed_config(setup))
     return engine
 
 

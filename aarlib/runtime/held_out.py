@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 import torch.distributed as dist
@@ -21,9 +22,10 @@ def my_rows(shard: DataIterator, rank: int, world_size: int, micro_batch: int) -
     """This worker's rows in micro-batches of similar length; as many micro-batches on every worker (see `evaluate`)."""
     rows: list[Encoded] = []
     total = 0
-    for table in shard.iter_batches(batch_size=1024, batch_format="pyarrow", drop_last=False):
-        rows += encoded_rows(table)[(rank - total) % world_size :: world_size]
-        total += table.num_rows
+    for batch in shard.iter_batches(batch_size=1024, batch_format="pyarrow", drop_last=False):
+        batch_rows = encoded_rows(batch)
+        rows += batch_rows[(rank - total) % world_size :: world_size]
+        total += len(batch_rows)
     rows.sort(key=lambda row: (-len(row.input_ids), row.row_id))
     parts = [rows[start : start + micro_batch] for start in range(0, len(rows), micro_batch)]
     largest_share = math.ceil(total / world_size)
@@ -48,7 +50,7 @@ def evaluate(trainee: nn.Module, parts: Sequence[Sequence[Encoded]], collate: An
 
 def mean_ce(frame: pd.DataFrame) -> float:
     """Nats per target token."""
-    return float(frame["ce_sum"].sum() / frame["num_targets"].sum())
+    return float(np.sum(frame["ce_sum"].to_numpy()) / np.sum(frame["num_targets"].to_numpy()))
 
 
 def write_frame(frame: pd.DataFrame, path: Path) -> None:

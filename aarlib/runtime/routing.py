@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from aarlib.moe.anatomy import anatomy
+from aarlib.moe.dispatch import RouterOutput
 from aarlib.moe.patching import Rank, wrap_forward
 
 
@@ -55,8 +56,8 @@ def counting(model: nn.Module, attention_mask: Tensor) -> Iterator[Callable[[], 
     def watch(index: int, router: nn.Module) -> Callable[..., Any]:
         def wrapper(inner: Callable[..., Any], hidden: Tensor) -> Any:
             output = inner(hidden)
-            _, _, stock_ids = type(router).forward(router, hidden)
-            rows[index] = _count(*output, stock_ids, kept, parts.num_experts)
+            stock = RouterOutput(*type(router).forward(router, hidden))
+            rows[index] = _count(RouterOutput(*output), stock.expert_ids, kept, parts.num_experts)
             return output
 
         return wrapper
@@ -69,11 +70,9 @@ def counting(model: nn.Module, attention_mask: Tensor) -> Iterator[Callable[[], 
         yield lambda: RoutingCounts(*(torch.stack(column) for column in zip(*(rows[i] for i in layers), strict=True)))
 
 
-def _count(
-    logits_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, stock_ids_TK: Tensor, kept_T: Tensor, num_experts: int
-) -> list[Tensor]:
-    logits_TE, weights_TK = logits_TE[kept_T].double(), weights_TK[kept_T].double()
-    ids_TK, stock_ids_TK = ids_TK[kept_T], stock_ids_TK[kept_T]
+def _count(output: RouterOutput, stock_ids_TK: Tensor, kept_T: Tensor, num_experts: int) -> list[Tensor]:
+    logits_TE, weights_TK = output.router_logits[kept_T].double(), output.weights[kept_T].double()
+    ids_TK, stock_ids_TK = output.expert_ids[kept_T], stock_ids_TK[kept_T]
     log_p_TE = logits_TE.log_softmax(dim=-1)
     shared = (ids_TK.unsqueeze(-1) == stock_ids_TK.unsqueeze(-2)).sum()
     return [

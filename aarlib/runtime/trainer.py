@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray.train
+from ray.data.dataset import MaterializedDataset
 from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, ScalingConfig
 from ray.train import RunConfig as TrainRunConfig
 from ray.train.torch import TorchTrainer
@@ -35,8 +36,16 @@ class TrainingResult(NamedTuple):
     """What MLflow refused."""
 
 
+class Prepared(NamedTuple):
+    """Rows in the object store; several trainings can share them."""
+
+    corpus: Corpus
+    epochs: dict[str, MaterializedDataset]
+    """By `dataset_name`: the training rows in the order of a (seed, epoch)."""
+
+
 def train(config: RunConfig) -> TrainingResult:
-    """Train every (method, seed) of `config` that has no result.json yet; a ValueError before anything expensive on bad input."""
+    """Train every (method, seed) of `config` that has no result.json yet; a ValueError on bad input before anything expensive."""
     planned = check(config)
     check_claim(config)
     if not pending_runs(run_directory(config), config):
@@ -44,9 +53,9 @@ def train(config: RunConfig) -> TrainingResult:
         return TrainingResult(run_directory(config), planned, None, ())
     connect(config.ray)
     check_resources(config.ray)
-    corpus = build_corpus(config.model, config.data)
+    prepared = prepare(config)
     folder = claim(config)
-    return train_on(config, corpus, folder, planned, tracking.start(config, folder))
+    return train_on(config, prepared, folder, planned, tracking.start(config, folder))
 
 
 def check(config: RunConfig) -> Plan:
@@ -57,19 +66,30 @@ def check(config: RunConfig) -> Plan:
     return planned
 
 
+def prepare(config: RunConfig) -> Prepared:
+    """The corpus and the order of its rows for every seed and epoch that `config` needs."""
+    corpus = build_corpus(config.model, config.data)
+    epochs = range(epochs_needed(config, corpus.num_train))
+    seeds = sorted({run.seed for run in pending_runs(run_directory(config), config)})
+    return Prepared(
+        corpus, {dataset_name(seed, epoch): ordered(corpus, seed, epoch) for seed in seeds for epoch in epochs}
+    )
+
+
 def train_on(
     config: RunConfig,
-    corpus: Corpus,
+    prepared: Prepared,
     folder: Path,
     planned: Plan,
     tracked: Tracking,
     callbacks: Sequence[Any] = (),
 ) -> TrainingResult:
-    """Train on a corpus that is built already (a sweep shares one between its trials)."""
-    _announce(config, corpus, planned)
+    """Train on rows that are prepared already, in a run directory that is claimed."""
+    _announce(config, prepared.corpus, planned)
     status = tracking.FAILED
+    problems: list[str] = []
     try:
-        _fit(config, corpus, folder, tracked, callbacks)
+        _fit(config, prepared, folder, tracked, callbacks)
         status = tracking.FINISHED
     finally:
         children = {run.name: tracking.FINISHED for run in config.runs() if is_finished(folder, run)}
@@ -87,13 +107,8 @@ def _announce(config: RunConfig, corpus: Corpus, planned: Plan) -> None:
     )  # fmt: skip
 
 
-def _fit(config: RunConfig, corpus: Corpus, folder: Path, tracked: Tracking, callbacks: Sequence[Any]) -> None:
-    job = Job(config.model_dump(mode="json"), str(folder), tracked, corpus.num_train)
-    datasets = {
-        dataset_name(seed, epoch): ordered(corpus, seed, epoch)
-        for seed in sorted({run.seed for run in pending_runs(folder, config)})
-        for epoch in range(epochs_needed(config, corpus.num_train))
-    }
+def _fit(config: RunConfig, prepared: Prepared, folder: Path, tracked: Tracking, callbacks: Sequence[Any]) -> None:
+    job = Job(config.model_dump(mode="json"), str(folder), tracked, prepared.corpus.num_train)
     trainer = TorchTrainer(
         train_worker,
         train_loop_config=job._asdict(),
@@ -111,7 +126,7 @@ def _fit(config: RunConfig, corpus: Corpus, folder: Path, tracked: Tracking, cal
             worker_runtime_env=worker_environment(config.ray),
             callbacks=list(callbacks),
         ),
-        datasets={"held_out": corpus.held_out, **datasets},
+        datasets={"held_out": prepared.corpus.held_out, **prepared.epochs},
         dataset_config=ray.train.DataConfig(datasets_to_split=[]),
     )
     try:

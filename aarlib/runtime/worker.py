@@ -64,7 +64,7 @@ def _load(config: RunConfig, setup: Setup, device: torch.device) -> tuple[Any, A
     model = config.model
     arguments: dict[str, Any] = {"experts_implementation": model.experts_implementation}
     if config.ray.zero_stage == 3 and device.type == "cuda":
-        from transformers.integrations import HfDeepSpeedConfig
+        from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
         partitioning = HfDeepSpeedConfig(deepspeed_config(setup))
         loaded = load_model(model.name, model.revision, model.dtype, **arguments)
@@ -80,7 +80,7 @@ def log_to_stderr(rank: int) -> None:
     logger.handlers[:] = [handler]
     logger.propagate = False
     quiet_ray_data()
-    logging.getLogger("ray.train").setLevel(logging.WARNING)
+    logging.getLogger("ray.train.v2._internal.execution.context").setLevel(logging.WARNING)
     transformers.utils.logging.disable_progress_bar()
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
 

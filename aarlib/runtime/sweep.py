@@ -1,0 +1,201 @@
+"""Ray Tune over whole trainings: a study varies dotted config paths, each trial launches a Ray Train worker group."""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+from ray import tune
+from ray.tune.integration.ray_train import TuneReportCallback
+
+from aarlib.config import write_text_atomically
+from aarlib.runtime import tracking
+from aarlib.runtime.cluster import check_resources, concurrent_groups, connect
+from aarlib.runtime.results import results_table
+from aarlib.runtime.run_directory import claim
+from aarlib.runtime.tracking import Tracking
+from aarlib.runtime.trainer import Prepared, check, prepare, train_on
+from aarlib.stats import Interval
+from aarlib.training.config import RunConfig
+
+logger = logging.getLogger("aarlib")
+
+METRIC = "held_out/ce"
+TUNE_FOLDER = "ray_tune"
+DRIVER_RESOURCES = {"node:__internal_head__": 0.001}
+"""A trial's driver sits on the head node and takes no CPU from the worker groups (Tune refuses a request for nothing)."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """A search space over config paths, and its budget."""
+
+    space: Mapping[str, Any]
+    """Dotted config path -> Tune search space (`tune.grid_search`, `tune.choice`, ...). Methods it does not name are left out."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Dotted config path -> value of every trial: the budget (`optim.max_steps`), workers a trial (`ray.num_workers`)."""
+    seeds: tuple[int, ...] | None = None
+    """Seeds of every trial; None: the config's first. The score is the mean over them."""
+    num_samples: int = 1
+    """Draws; each repeats the whole grid."""
+    scheduler: Callable[[], Any] | None = None
+    """Makes a Tune scheduler; workers report train/ce and step at every checkpoint, held_out/ce at the end."""
+    search: Callable[[], Any] | None = None
+    """Makes a Tune searcher, such as Optuna's."""
+    time_budget_s: float | None = None
+
+
+class SweepResult(NamedTuple):
+    folder: Path
+    table: pd.DataFrame
+    """One row a trial, best first: trial, status, held_out_ce, difference to the untouched model, the paths varied."""
+    best: dict[str, Any]
+    """The varied paths of the best trial."""
+    tracking: Tracking
+    problems: tuple[str, ...]
+
+
+def sweep(config: RunConfig, study: Study, name: str) -> SweepResult:
+    """Run `study` on `config`; run directory `<config.name>-<name>`, trials in its folder `trials`.
+
+    Taken up again, it keeps finished trials and runs the others. A ValueError on bad input comes before any trial starts.
+    """
+    base = trial_config(config, study, {}, f"{config.name}-{name}")
+    check(base)
+    connect(base.ray)
+    check_resources(base.ray)
+    folder = claim(base)
+    tracked = tracking.start(base, folder, with_children=False)
+    shared = prepare(base) if all(path.startswith("method.") for path in study.space) else None
+    status, problems = tracking.FAILED, list(tracked.problems)
+    try:
+        grid = _tuner(base, study, folder, tracked, shared).fit()
+        table = _collect(base, study, folder, grid)
+        status = tracking.FINISHED
+    finally:
+        files = tuple(path for path in (folder / "results.csv", folder / "results.json") if path.is_file())
+        problems += tracking.finish(tracked, status, {}, files)
+    best = grid.get_best_result(METRIC, "min").config or {}
+    return SweepResult(folder, table, best, tracked, tuple(problems))
+
+
+def trial_config(config: RunConfig, study: Study, params: Mapping[str, Any], name: str) -> RunConfig:
+    """The config of one trial: the study's fixed values, then `params`; only the methods that the study varies."""
+    varied = {path.split(".")[1] for path in study.space if path.startswith("method.")}
+    unknown = varied - set(config.method)
+    if unknown:
+        raise ValueError(
+            f"the study varies method {sorted(unknown)}, which the config has not; it has {sorted(config.method)}"
+        )
+    methods = {label: method for label, method in config.method.items() if not varied or label in varied}
+    restricted = config.model_copy(update={"method": methods, "seeds": study.seeds or config.seeds[:1]})
+    return restricted.updated({**study.fixed, **params, "name": name})
+
+
+def run_trial(
+    params: dict[str, Any], base: dict[str, Any], study: Study, folder: str, tracked: Tracking, shared: Prepared | None
+) -> None:
+    """Tune's trainable: a driver that launches one training."""
+    number = tune.get_context().get_trial_id().rpartition("_")[2]
+    parent = RunConfig.from_mapping(base)
+    config = trial_config(parent, study, params, f"{parent.name}/trials/{number}")
+    planned = check(config)
+    trial_folder = claim(config)
+    prepared = shared or prepare(config)
+    nested = tracking.start_trial(config, trial_folder, tracked)
+    train_on(config, prepared, trial_folder, planned, nested, callbacks=[TuneReportCallback()])
+    tune.report(_score(trial_folder, config))
+
+
+def _score(folder: Path, config: RunConfig) -> dict[str, Any]:
+    """Means over the trial's runs; the 95% interval where there is one run."""
+    rows = results_table(folder, config).iloc[1:]
+    differences: list[Interval] = rows["against_untouched"].tolist()
+    alone = differences[0] if len(differences) == 1 else None
+    return {
+        METRIC: float(rows["held_out_ce"].mean()),
+        "against_untouched": sum(interval.mean for interval in differences) / len(differences),
+        "low": None if alone is None else alone.low,
+        "high": None if alone is None else alone.high,
+        "step0_ce": float(rows["step0_ce"].mean()),
+        "num_trainable": int(rows["num_trainable"].iloc[0]),
+        "wall_s": float(rows["wall_s"].sum()),
+    }
+
+
+def _tuner(base: RunConfig, study: Study, folder: Path, tracked: Tracking, shared: Prepared | None) -> tune.Tuner:
+    os.environ["TUNE_DISABLE_STRICT_METRIC_CHECKING"] = "1"
+    logging.getLogger("ray.tune").setLevel(logging.WARNING)
+    trainable = tune.with_resources(
+        tune.with_parameters(
+            run_trial,
+            base=base.model_dump(mode="json"),
+            study=study,
+            folder=str(folder),
+            tracked=tracked,
+            shared=shared,
+        ),
+        tune.PlacementGroupFactory([DRIVER_RESOURCES]),
+    )
+    stored = str(folder / TUNE_FOLDER)
+    if tune.Tuner.can_restore(stored):
+        logger.info("%s: taking up the sweep again", base.name)
+        return tune.Tuner.restore(stored, trainable, resume_unfinished=True, restart_errored=True)
+    return tune.Tuner(
+        trainable,
+        param_space=dict(study.space),
+        tune_config=tune.TuneConfig(
+            metric=METRIC,
+            mode="min",
+            num_samples=study.num_samples,
+            scheduler=study.scheduler() if study.scheduler else None,
+            search_alg=study.search() if study.search else None,
+            max_concurrent_trials=concurrent_groups(base.ray),
+            time_budget_s=study.time_budget_s,
+            trial_name_creator=lambda trial: f"trial_{trial.trial_id}",
+            trial_dirname_creator=lambda trial: f"trial_{trial.trial_id}",
+        ),
+        run_config=tune.RunConfig(name=TUNE_FOLDER, storage_path=str(folder), verbose=0, callbacks=[Announce()]),
+    )
+
+
+class Announce(tune.Callback):
+    """One line when a trial starts and one when it ends."""
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        logger.info("trial %s of %d starts: %s", trial.trial_id.rpartition("_")[2], len(trials), _short(trial.config))
+
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        ce = trial.last_result.get(METRIC, float("nan"))
+        logger.info("trial %s: held-out CE %.4f  %s", trial.trial_id.rpartition("_")[2], ce, _short(trial.config))
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        logger.warning("trial %s failed: %s", trial.trial_id.rpartition("_")[2], _short(trial.config))
+
+
+def _collect(base: RunConfig, study: Study, folder: Path, grid: tune.ResultGrid) -> pd.DataFrame:
+    """The table, also as results.csv and results.json; a RuntimeError where no trial finished."""
+    rows: list[dict[str, Any]] = []
+    for result in grid:
+        metrics, params = result.metrics or {}, result.config or {}
+        finished = result.error is None and "against_untouched" in metrics
+        row = {"trial": Path(result.path).name.rpartition("_")[2], "status": "finished" if finished else "failed"}
+        keys = (METRIC, "against_untouched", "low", "high", "step0_ce", "num_trainable", "wall_s")
+        scores = {key.replace("/", "_"): metrics.get(key) for key in keys}
+        rows.append({**row, **scores, **{path: params.get(path) for path in study.space}})
+        if result.error is not None:
+            logger.warning("trial %s: %s", row["trial"], str(result.error).strip().splitlines()[-1])
+    table = pd.DataFrame(rows).sort_values("held_out_ce", ignore_index=True, na_position="last")
+    table.to_csv(folder / "results.csv", index=False)
+    write_text_atomically(folder / "results.json", json.dumps(rows, indent=2))
+    if all(row["status"] == "failed" for row in rows):
+        raise RuntimeError(f"{base.name}: none of {len(rows)} trials finished; see the warnings above and {folder}")
+    return table
+
+
+def _short(params: Mapping[str, Any]) -> str:
+    return ", ".join(f"{path} = {value}" for path, value in params.items())

@@ -1,0 +1,1 @@
+"""Studies for `python -m pipelines.tune`: one file each, with a `STUDY`."""
