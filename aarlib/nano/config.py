@@ -99,8 +99,8 @@ class PretrainConfig(Config):
     """Of the matrices that Muon trains."""
     betas: tuple[float, float] = (0.9, 0.98)
     max_grad_norm: float = Field(default=1.0, gt=0)
-    balance_coefficient: float = Field(default=0.02, ge=0)
-    """Weight of the load-balancing loss, computed for each layer and averaged over layers."""
+    balance_coefficient: float = Field(default=0.05, ge=0)
+    """Weight of the load-balancing loss, computed for each layer and for world and real text apart, then averaged."""
     z_coefficient: float = Field(default=1e-4, ge=0)
     log_every: int = Field(default=10, ge=1)
     checkpoint_every: int = Field(default=50, ge=1)

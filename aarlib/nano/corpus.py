@@ -4,6 +4,7 @@ import gzip
 import json
 import random
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -15,6 +16,8 @@ from aarlib.nano.config import PretrainConfig, WorldConfig
 from aarlib.nano.tokenizer import BETWEEN_DOCUMENTS, render
 from aarlib.nano.world import Document, draw_document
 
+DOMAINS = ("world", "real")
+"""The load of the experts is balanced within each."""
 _SMALLEST_OPERAND = 20
 _MISSES = 12
 """A batch is full when so many documents in a row fit into none of its rows."""
@@ -56,30 +59,41 @@ def tokenizer_texts(world: WorldConfig, real: tuple[str, ...], num_documents: in
     return texts + [draw_real(real, rng, 600).text for _ in range(num_documents // 20) if real]
 
 
+class BatchTensors(NamedTuple):
+    input_ids: Int[Tensor, "B S"]
+    """Right padded."""
+    labels: Int[Tensor, "B S"]
+    """-100 at the padding."""
+    domains: Int[Tensor, "B S"]
+    """Index into DOMAINS, -1 at the padding."""
+
+
 class Batch:
     """Rows being filled, first fit: whole documents, never split over rows."""
 
     def __init__(self, num_rows: int, sequence_length: int) -> None:
         self.rows: list[list[int]] = [[] for _ in range(num_rows)]
+        self.domains: list[list[int]] = [[] for _ in range(num_rows)]
         self.sequence_length = sequence_length
         self.num_tokens: dict[str, int] = {}
 
     def add(self, kind: str, ids: list[int]) -> bool:
-        for row in self.rows:
+        for row, domains in zip(self.rows, self.domains, strict=True):
             if len(row) + len(ids) <= self.sequence_length:
                 row.extend(ids)
+                domains.extend([DOMAINS.index("real" if kind == "real" else "world")] * len(ids))
                 self.num_tokens[kind] = self.num_tokens.get(kind, 0) + len(ids)
                 return True
         return False
 
-    def tensors(self, pad_token_id: int) -> "tuple[Int[Tensor, 'B S'], Int[Tensor, 'B S']]":
-        """Input ids, right padded, and labels that are -100 at the padding."""
+    def tensors(self, pad_token_id: int) -> BatchTensors:
         input_ids = torch.full((len(self.rows), self.sequence_length), pad_token_id)
-        labels = torch.full_like(input_ids, -100)
-        for index, row in enumerate(self.rows):
+        labels, domains = torch.full_like(input_ids, -100), torch.full_like(input_ids, -1)
+        for index, (row, marks) in enumerate(zip(self.rows, self.domains, strict=True)):
             input_ids[index, : len(row)] = torch.tensor(row)
             labels[index, : len(row)] = torch.tensor(row)
-        return input_ids, labels
+            domains[index, : len(row)] = torch.tensor(marks)
+        return BatchTensors(input_ids, labels, domains)
 
 
 def draw_batch(

@@ -1,4 +1,4 @@
-"""What pre-training minimises: next-token cross-entropy, load balance for each layer, and a router z-loss."""
+"""What pre-training minimises: next-token cross-entropy, load balance for each layer and domain, and a router z-loss."""
 
 from typing import NamedTuple
 
@@ -8,13 +8,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import OlmoeForCausalLM
 
+from aarlib.nano.corpus import DOMAINS
+
 
 class Losses(NamedTuple):
     ce: Float[Tensor, ""]
     balance: Float[Tensor, ""]
     z: Float[Tensor, ""]
     smallest_share: Float[Tensor, ""]
-    """The least-picked expert's share of picks over the fair share, the worst layer."""
+    """The least-picked expert's share of picks over the fair share: the worst layer and domain."""
 
 
 def load_balance(router_logits: Float[Tensor, "T E"], top_k: int, valid: Bool[Tensor, " T"]) -> tuple[Tensor, Tensor]:
@@ -25,13 +27,17 @@ def load_balance(router_logits: Float[Tensor, "T E"], top_k: int, valid: Bool[Te
     return share_E.numel() * (share_E * probabilities_TE.mean(0)).sum(), share_E
 
 
-def losses(model: OlmoeForCausalLM, input_ids: Int[Tensor, "B S"], labels: Int[Tensor, "B S"]) -> Losses:
+def losses(
+    model: OlmoeForCausalLM, input_ids: Int[Tensor, "B S"], labels: Int[Tensor, "B S"], domains: Int[Tensor, "B S"]
+) -> Losses:
     output = model.model(input_ids=input_ids, output_router_logits=True, use_cache=False)
     logits = model.lm_head(output.last_hidden_state[:, :-1])
     ce = F.cross_entropy(logits.float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-    valid_T = (labels != -100).flatten()
-    config = model.config
-    per_layer = [load_balance(layer, config.num_experts_per_tok, valid_T) for layer in output.router_logits]
+    valid_T, config = (domains >= 0).flatten(), model.config
+    members = [mask_T for index in range(len(DOMAINS)) if (mask_T := (domains == index).flatten()).any()]
+    parts = [
+        load_balance(layer, config.num_experts_per_tok, mask_T) for layer in output.router_logits for mask_T in members
+    ]
     z = torch.stack([layer[valid_T].float().logsumexp(-1).square().mean() for layer in output.router_logits]).mean()
-    smallest = torch.stack([share_E.min() * config.num_experts for _, share_E in per_layer]).min()
-    return Losses(ce, torch.stack([loss for loss, _ in per_layer]).mean(), z, smallest)
+    smallest = torch.stack([share_E.min() * config.num_experts for _, share_E in parts]).min()
+    return Losses(ce, torch.stack([loss for loss, _ in parts]).mean(), z, smallest)

@@ -121,13 +121,13 @@ def train_step(
     clock: Clock,
 ) -> tuple[dict[str, Any], Position]:
     batch = draw_batch(config, tokenizer, real, position.step, position.progress)
-    input_ids, labels = (tensor.to(config.device) for tensor in batch.tensors(special_ids(tokenizer).pad))
+    tensors = [tensor.to(config.device) for tensor in batch.tensors(special_ids(tokenizer).pad)]
     rate = schedule(config, position.progress)
     for optimizer, peak in zip(optimizers, (config.muon_learning_rate, config.learning_rate), strict=True):
         for group in optimizer.param_groups:
             group["lr"] = peak * rate
     with torch.autocast(torch.device(config.device).type, torch.bfloat16, enabled=config.autocast):
-        parts = losses(model, input_ids, labels)
+        parts = losses(model, *tensors)
     (parts.ce + config.balance_coefficient * parts.balance + config.z_coefficient * parts.z).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
     if not torch.isfinite(norm):

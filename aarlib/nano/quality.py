@@ -20,7 +20,7 @@ from aarlib.nano.subjects import SUBJECTS
 from aarlib.nano.tasks import fact_documents, ioi_documents, math_choice_documents
 from aarlib.nano.world import held_out_problems, register_texts
 
-_REAL_CHARS = 1200
+_REAL_CHARS = 500
 _MARK = "## Measured quality\n"
 
 
