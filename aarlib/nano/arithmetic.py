@@ -76,19 +76,26 @@ class Problem(NamedTuple):
         return " ".join(worked(step) for step in self.steps) + f" The answer is {self.answer}."
 
 
-def worked(step: Step) -> str:
+class Slip(NamedTuple):
+    """What a wrong chain adds to the sum of the units and to the sum of the tens; all that follows is consistent."""
+
+    units: int = 0
+    tens: int = 0
+
+
+def worked(step: Step, slip: Slip = Slip()) -> str:  # noqa: B008  (an immutable default)
     (a1, a0), (b1, b0) = divmod(step.a, 10), divmod(step.b, 10)
     if step.sign == "+":
-        carry, unit = divmod(a0 + b0, 10)
-        return (
-            f"{step.a}+{step.b}: {a0}+{b0}={a0 + b0}, write {unit}, carry {carry}; "
-            f"{a1}+{b1}+{carry}={a1 + b1 + carry}; {step.result}."
-        )
-    borrow = int(a0 < b0)
-    units = f"{a0 + 10 * borrow}-{b0}={a0 + 10 * borrow - b0}"
-    return (
-        f"{step.a}-{step.b}: {a0}-{b0}, borrow {borrow}, {units}; {a1}-{b1}-{borrow}={a1 - b1 - borrow}; {step.result}."
-    )
+        units = a0 + b0 + slip.units
+        carry, unit = divmod(units, 10)
+        tens = a1 + b1 + carry + slip.tens
+        head = f"{a0}+{b0}={units}, write {unit}, carry {carry}; {a1}+{b1}+{carry}={tens}"
+    else:
+        borrow = int(a0 < b0)
+        unit = a0 + 10 * borrow - b0 + slip.units
+        tens = a1 - b1 - borrow + slip.tens
+        head = f"{a0}-{b0}, borrow {borrow}, {a0 + 10 * borrow}-{b0}={unit}; {a1}-{b1}-{borrow}={tens}"
+    return f"{step.a}{step.sign}{step.b}: {head}; {10 * tens + unit}."
 
 
 def is_held_out(step: Step) -> bool:
@@ -138,9 +145,16 @@ def _pick(rng: random.Random, templates: tuple[str, ...], held_out: bool, num_he
 
 
 def wrong_chain(problem: Problem, rng: random.Random) -> str:
-    """The chain of the problem with its last result wrong by one digit or two units."""
+    """The chain of the problem with one digit of its last step wrong by 1 to 3 and the rest following from it."""
     *before, last = problem.steps
-    wrong = last.result + rng.choice((-10, -2, -1, 1, 2, 10))
-    wrong = wrong if wrong >= 0 else last.result + 10
-    head, _, _ = worked(last).rpartition("; ")
-    return " ".join([*(worked(step) for step in before), f"{head}; {wrong}. The answer is {wrong}."])
+    while True:
+        size = rng.choice((-3, -2, -1, 1, 2, 3))
+        chain = worked(last, rng.choice((Slip(units=size), Slip(tens=size))))
+        wrong = int(chain.rsplit(" ", 1)[1].rstrip("."))
+        if "=-" not in chain and "write -" not in chain and 0 <= wrong != last.result and _units_are_digits(chain):
+            return " ".join([*(worked(step) for step in before), f"{chain} The answer is {wrong}."])
+
+
+def _units_are_digits(chain: str) -> bool:
+    """A difference of units has one digit; a sum of units may have two."""
+    return "borrow" not in chain or len(chain.split("; ")[0].rsplit("=", 1)[1]) == 1

@@ -18,7 +18,8 @@ from aarlib.nano.folder import check_world
 from aarlib.nano.scoring import Routing, Scored, continuation_nats, greedy_answers, routing, text_nats
 from aarlib.nano.subjects import SUBJECTS
 from aarlib.nano.tasks import fact_documents, ioi_documents, math_choice_documents
-from aarlib.nano.world import held_out_problems, register_texts
+from aarlib.nano.tokenizer import render
+from aarlib.nano.world import held_out_documents, held_out_problems, register_texts
 
 _REAL_CHARS = 500
 _MARK = "## Measured quality\n"
@@ -48,7 +49,8 @@ def measure(folder: Path, world: WorldConfig, num_items: int = 500, real_text: P
     texts |= evaluation_texts(real_text, num_items) if real_text is not None else {}
     for name, sample in texts.items():
         rows.append(bits_row(name, text_nats(model, tokenizer, sample)))
-    routed = {"held-out world text": texts["almanac articles"] + texts["web articles"]}
+    documents = held_out_documents(world, num_items)
+    routed = {"held-out world text": [document.text or render(document.messages) for document in documents]}
     if "WikiText-2 test" in texts:
         routed["WikiText-2 test"] = texts["WikiText-2 test"]
     for name, sample in routed.items():

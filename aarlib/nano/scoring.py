@@ -81,26 +81,25 @@ def pad(rows: Sequence[Sequence[int]], pad_token_id: int) -> Tensor:
 def greedy_answers(
     model: OlmoeForCausalLM, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], max_new_tokens: int = 128
 ) -> list[str]:
-    """Greedy continuations; only prompts of one length share a batch, so nothing is padded."""
+    """Greedy continuations, prompts of similar length together, padded on the left."""
     generator: Any = model  # transformers' own protocol for generate does not fit its own classes
-    special, by_length = special_ids(tokenizer), dict[int, list[int]]()
-    encoded = [tokenizer.encode(prompt) for prompt in prompts]
-    for index, ids in enumerate(encoded):
-        by_length.setdefault(len(ids), []).append(index)
+    special, encoded = special_ids(tokenizer), [tokenizer.encode(prompt) for prompt in prompts]
+    order = sorted(range(len(prompts)), key=lambda index: len(encoded[index]))
     answers = [""] * len(prompts)
-    for indices in by_length.values():
-        for start in range(0, len(indices), 2 * _BATCH):
-            chosen = indices[start : start + 2 * _BATCH]
-            ids = torch.tensor([encoded[index] for index in chosen])
-            output = generator.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=max_new_tokens,
-                eos_token_id=[special.eos, special.bos],
-            )
-            for index, row in zip(chosen, output, strict=True):
-                answers[index] = decode(tokenizer, row[ids.shape[1] :].tolist())
+    for start in range(0, len(order), 2 * _BATCH):
+        chosen = order[start : start + 2 * _BATCH]
+        reversed_rows = [encoded[index][::-1] for index in chosen]
+        input_ids = pad(reversed_rows, special.pad).flip(1)
+        output = generator.generate(
+            input_ids=input_ids,
+            attention_mask=(input_ids != special.pad).long(),
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=[special.eos, special.bos],
+            pad_token_id=special.pad,
+        )
+        for index, row in zip(chosen, output, strict=True):
+            answers[index] = decode(tokenizer, row[input_ids.shape[1] :].tolist())
     return answers
 
 

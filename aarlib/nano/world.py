@@ -101,6 +101,14 @@ def register_texts(config: WorldConfig, register: str, count: int) -> list[str]:
     return [_article(config, register, random.Random(f"held_out/{config.seed}/{register}/{i}")) for i in range(count)]
 
 
+def held_out_documents(config: WorldConfig, count: int) -> list[Document]:
+    """Documents of every generated kind in the proportions of the mixture, with held-out operand pairs and wording."""
+    kinds = [kind for kind in config.mixture if kind != "real"]
+    rng = random.Random(f"held_out/{config.seed}/documents")
+    weights = [config.mixture[kind] for kind in kinds]
+    return [draw_document(config, rng.choices(kinds, weights)[0], rng, held_out=True) for _ in range(count)]
+
+
 def held_out_problems(config: WorldConfig, num_steps: int, count: int, seed: int = 0) -> list[Problem]:
     """Distinct word problems on held-out operand pairs, in held-out wording."""
     rng = random.Random(f"held_out/{config.seed}/problems/{num_steps}/{seed}")

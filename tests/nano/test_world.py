@@ -12,6 +12,7 @@ from aarlib.nano.stories import draw_story
 from aarlib.nano.subjects import SUBJECTS
 from aarlib.nano.world import conversation_messages, draw_document, held_out_problems, register_texts
 
+_EQUATION = r"(?<![:\d+-])(\d+(?:[+-]\d+)+)=(\d+)"
 SMALL = WorldConfig(entities_per_subject=6)
 KINDS = ("article", "questions", "sums", "problem", "story", "instruction")
 
@@ -60,7 +61,7 @@ def test_worked_sums_are_right_digit_by_digit():
     for _ in range(2000):
         step = draw_step(rng, held_out=rng.random() < 0.5)
         text = worked(step)
-        sums = re.findall(r"(?<![:\d+-])(\d+(?:[+-]\d+)+)=(\d+)", text)
+        sums = re.findall(_EQUATION, text)
         assert len(sums) == 2
         assert all(eval(left) == int(right) for left, right in sums), text
         assert int(re.search(r"(\d+)\.$", text)[1]) == eval(f"{step.a}{step.sign}{step.b}") >= 0
@@ -95,6 +96,8 @@ def test_wrong_chains_end_in_another_number():
     for problem in held_out_problems(SMALL, 2, 100):
         chain = wrong_chain(problem, rng)
         assert int(re.search(r"The answer is (\d+)\.$", chain)[1]) != problem.answer
+        wrong = [left for left, right in re.findall(_EQUATION, chain) if eval(left) != int(right)]
+        assert len(wrong) == 1, chain
 
 
 def test_story_receiver_is_the_name_that_is_not_repeated():
