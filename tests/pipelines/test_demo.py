@@ -54,10 +54,17 @@ def test_stages_add_up_over_an_interruption(tmp_path, capsys):
     assert "[1/4] train: something" in capsys.readouterr().out
 
 
-def test_help_is_fast_and_a_bad_field_is_named(capsys):
-    begun = time.monotonic()
-    subprocess.run([sys.executable, "-m", "pipelines.demo", "--help"], check=True, capture_output=True)
-    assert time.monotonic() - begun < 2
+HELP = """
+import sys
+from pipelines import demo
+demo.main(["--help"])
+sys.exit(", ".join({"torch", "ray", "lm_eval", "mlflow", "pandas"} & set(sys.modules)) or 0)
+"""
+
+
+def test_help_loads_nothing_heavy_and_a_bad_field_is_named(capsys):
+    result = subprocess.run([sys.executable, "-c", HELP], check=False, capture_output=True, text=True)
+    assert result.returncode == 0 and "--ray.storage" in result.stdout, result.stderr
     assert demo.main(["--optim.max_stepss=3"]) == 2
     assert "did you mean 'max_steps'" in capsys.readouterr().err
 
