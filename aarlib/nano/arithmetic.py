@@ -18,8 +18,8 @@ _GAIN = (
     "{n} owns {a} {t} and {m} owns {b} {t}. How many {t} do they own together?",
     "On Monday {n} sold {a} {t}, on Tuesday {b}. How many {t} did {n} sell?",
     "{n} counts {a} {t} at home and {b} at school. How many {t} is that?",
-    "A shop got {a} {t} in the morning and {b} at noon. How many {t} did it get?",
-    "First {n} picked {a} {t}, later {b} {t}. How many {t} did {n} pick in all?",
+    "There are {a} {t} in the morning and {b} more at noon. How many {t} is that?",
+    "{n} finds {a} {t} at home and {b} more at school. How many {t} does {n} have now?",
 )
 _LOSS = (
     "{n} has {a} {t} and loses {b}. How many {t} does {n} have now?",
@@ -28,30 +28,30 @@ _LOSS = (
     "{n} owns {a} {t}. {m} owns {b} fewer. How many {t} does {m} own?",
     "A shop has {a} {t} and sells {b}. How many {t} are left?",
     "{n} needs {a} {t} and has {b}. How many {t} are missing?",
-    "Of {a} {t}, {b} are broken. How many {t} are whole?",
-    "{n} brought {a} {t} and ate {b} of them. How many {t} remain?",
+    "{n} had {a} {t} and sells {b}. How many {t} are left?",
+    "There are {a} {t} in a box. {m} loses {b}. How many {t} are in the box?",
 )
 _THEN_GAIN = (
     "Then {n} gets {c} more.",
     "Later {n} finds {c} {t}.",
     "Next {m} brings {c} more.",
-    "Soon {n} buys {c} {t}.",
+    "Then {m} brings {c} {t}.",
 )
 _THEN_LOSS = (
     "Then {n} loses {c}.",
     "Later {n} sells {c} {t}.",
     "Next {m} takes {c} of them.",
-    "Soon {n} drops {c} {t}.",
+    "Next {n} loses {c} {t}.",
 )
-_START = ("{n} has {a} {t}.", "There are {a} {t} with {n}.", "{n} starts with {a} {t}.", "{n} keeps {a} {t}.")
+_START = ("{n} has {a} {t}.", "There are {a} {t} with {n}.", "{n} starts with {a} {t}.", "{n} owns {a} {t}.")
 _ASK = (
     "How many {t} are there now?",
     "How many {t} does that make?",
     "How many {t} are left in the end?",
-    "What is the number of {t} now?",
+    "How many {t} does {n} have now?",
 )
 HELD_OUT_TEMPLATES = 2
-"""The last two one-step templates of each kind; of the two-step parts, the last one."""
+"""The last two one-step templates of each kind; of the two-step parts, the last one. They use words that the others use."""
 
 
 class Step(NamedTuple):

@@ -19,11 +19,11 @@ class WorldConfig(Config):
     registers: tuple[Register, ...] = ("almanac", "web")
     """Registers that articles are written in; the ledger register is left for what comes after pre-training."""
     mixture: dict[str, float] = {
-        "article": 0.24,
-        "questions": 0.13,
-        "sums": 0.14,
+        "article": 0.18,
+        "questions": 0.10,
+        "sums": 0.12,
         "problem": 0.26,
-        "story": 0.06,
+        "story": 0.17,
         "instruction": 0.05,
         "real": 0.12,
     }
