@@ -21,14 +21,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.dry_run:
             print(describe(config))
             return 0
-        from aarlib.runtime.results import format_table, results_table
+        from aarlib.report.records import read_run
+        from aarlib.report.tables import held_out_table, score_table
+        from aarlib.report.text import as_text, main_display
         from aarlib.runtime.trainer import train
 
         result = train(config)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"\n{format_table(results_table(result.folder, config))}\n\nrun directory: {result.folder}")
+    records = read_run(result.folder)
+    print(f"\n{as_text(main_display(held_out_table(records), score_table(records)))}\n\nrun directory: {result.folder}")
     if result.tracking is not None:
         print(f"MLflow:        {result.tracking.ui_command()}")
     for problem in result.problems:

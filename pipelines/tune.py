@@ -24,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("aarlib").setLevel(logging.INFO)
     try:
         study = load_study(space)
+        from aarlib.report.tables import sweep_table
+        from aarlib.report.text import as_text, sweep_display
         from aarlib.runtime.sweep import sweep, trial_config
         from aarlib.runtime.trainer import check
 
@@ -35,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"\n{result.table.to_string(index=False, float_format='%.4f')}\n\nbest: {result.best}")
+    print(f"\n{as_text(sweep_display(sweep_table(result.sweep)))}\n\nbest: {result.best}")
     print(f"run directory: {result.folder}\nMLflow:        {result.tracking.ui_command()}")
     for problem in result.problems:
         print(f"MLflow refused: {problem}", file=sys.stderr)

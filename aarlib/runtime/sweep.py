@@ -13,13 +13,13 @@ from ray import tune
 from ray.tune.integration.ray_train import TuneReportCallback
 
 from aarlib.config import write_text_atomically
+from aarlib.report.records import Sweep, read_run
+from aarlib.report.tables import paired_difference
 from aarlib.runtime import tracking
 from aarlib.runtime.cluster import check_resources, concurrent_groups, connect
-from aarlib.runtime.results import results_table
 from aarlib.runtime.run_directory import claim
 from aarlib.runtime.tracking import Tracking
 from aarlib.runtime.trainer import Prepared, check, prepare, train_on
-from aarlib.stats import Interval
 from aarlib.training.config import RunConfig
 
 logger = logging.getLogger("aarlib")
@@ -51,8 +51,8 @@ class Study:
 
 class SweepResult(NamedTuple):
     folder: Path
-    table: pd.DataFrame
-    """One row a trial, best first: trial, status, held_out_ce, difference to the untouched model, the paths varied."""
+    sweep: Sweep
+    """Its `trials`: one row a trial, best first, also in results.csv and results.json."""
     best: dict[str, Any]
     """The varied paths of the best trial."""
     tracking: Tracking
@@ -74,13 +74,13 @@ def sweep(config: RunConfig, study: Study, name: str) -> SweepResult:
     status, problems = tracking.FAILED, list(tracked.problems)
     try:
         grid = _tuner(base, study, folder, tracked, shared).fit()
-        table = _collect(base, study, folder, grid)
+        trials = _collect(base, study, folder, grid)
         status = tracking.FINISHED
     finally:
         files = tuple(path for path in (folder / "results.csv", folder / "results.json") if path.is_file())
         problems += tracking.finish(tracked, status, {}, files)
     best = grid.get_best_result(METRIC, "min").config or {}
-    return SweepResult(folder, table, best, tracked, tuple(problems))
+    return SweepResult(folder, Sweep(name, trials), best, tracked, tuple(problems))
 
 
 def trial_config(config: RunConfig, study: Study, params: Mapping[str, Any], name: str) -> RunConfig:
@@ -108,23 +108,28 @@ def run_trial(
     prepared = shared or prepare(config)
     nested = tracking.start_trial(config, trial_folder, tracked)
     train_on(config, prepared, trial_folder, planned, nested, callbacks=[TuneReportCallback()])
-    tune.report(_score(trial_folder, config))
+    tune.report(_score(trial_folder))
 
 
-def _score(folder: Path, config: RunConfig) -> dict[str, Any]:
+def _score(folder: Path) -> dict[str, Any]:
     """Means over the trial's runs; the 95% interval where there is one run."""
-    rows = results_table(folder, config).iloc[1:]
-    differences: list[Interval] = rows["against_untouched"].tolist()
+    records = read_run(folder)
+    differences = [paired_difference(record.held_out, records.untouched).interval for record in records.runs]
+    results = [record.result for record in records.runs]
     alone = differences[0] if len(differences) == 1 else None
     return {
-        METRIC: float(rows["held_out_ce"].mean()),
-        "against_untouched": sum(interval.mean for interval in differences) / len(differences),
+        METRIC: _mean([result["held_out_ce"] for result in results]),
+        "against_untouched": _mean([interval.mean for interval in differences]),
         "low": None if alone is None else alone.low,
         "high": None if alone is None else alone.high,
-        "step0_ce": float(rows["step0_ce"].mean()),
-        "num_trainable": int(rows["num_trainable"].iloc[0]),
-        "wall_s": float(rows["wall_s"].sum()),
+        "step0_ce": _mean([result["step0_ce"] for result in results]),
+        "num_trainable": results[0]["num_trainable"],
+        "wall_s": sum(result["wall_s"] for result in results),
     }
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _tuner(base: RunConfig, study: Study, folder: Path, tracked: Tracking, shared: Prepared | None) -> tune.Tuner:
@@ -189,10 +194,11 @@ def _collect(base: RunConfig, study: Study, folder: Path, grid: tune.ResultGrid)
         rows.append({**row, **scores, **{path: params.get(path) for path in study.space}})
         if result.error is not None:
             logger.warning("trial %s: %s", row["trial"], str(result.error).strip().splitlines()[-1])
-    table = pd.DataFrame(rows).sort_values("held_out_ce", ignore_index=True, na_position="last")
+    rows.sort(key=lambda row: (row["status"] != "finished", row["held_out_ce"] or 0.0))
+    table = pd.DataFrame(rows)
     table.to_csv(folder / "results.csv", index=False)
     write_text_atomically(folder / "results.json", json.dumps(rows, indent=2))
-    if all(row["status"] == "failed" for row in rows):
+    if rows[0]["status"] != "finished":
         raise RuntimeError(f"{base.name}: none of {len(rows)} trials finished; see the warnings above and {folder}")
     return table
 
