@@ -101,9 +101,9 @@ def _check_units(units: Sequence[Unit]) -> None:
     bad = [identity for identity in ids if not isinstance(identity, str) or not identity]
     if bad:
         raise ValueError(f"unit id {bad[0]!r} is not a non-empty string; give every unit a unique 'id'")
-    twice = {identity for identity in ids if ids.count(identity) > 1}
+    twice = sorted(identity for identity, count in Counter(ids).items() if count > 1)
     if twice:
-        raise ValueError(f"unit ids {sorted(map(str, twice))} occur more than once; give every unit a unique 'id'")
+        raise ValueError(f"unit ids {twice[:3]} occur more than once; give every unit a unique 'id'")
 
 
 def _manifest(units: Sequence[Unit], worker: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
