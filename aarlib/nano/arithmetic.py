@@ -121,27 +121,34 @@ def _fits(step: Step, wants_carry: bool) -> bool:
 
 
 def draw_problem(
-    rng: random.Random, names: tuple[str, ...], num_steps: int, held_out: bool, largest: int = MAX_OPERAND
+    rng: random.Random,
+    names: tuple[str, ...],
+    num_steps: int,
+    held_out: bool,
+    largest: int = MAX_OPERAND,
+    new_wording: bool | None = None,
 ) -> Problem:
+    """`held_out` is of the operand pairs, and of the wording too unless `new_wording` says otherwise."""
+    new = held_out if new_wording is None else new_wording
     n, m = rng.sample(names, 2)
     words = {"n": n, "m": m, "t": rng.choice(_THINGS)}
     if num_steps == 1:
         step = draw_step(rng, held_out, largest=largest)
-        template = _pick(rng, _GAIN if step.sign == "+" else _LOSS, held_out, HELD_OUT_TEMPLATES)
+        template = _pick(rng, _GAIN if step.sign == "+" else _LOSS, new, HELD_OUT_TEMPLATES)
         return Problem(template.format(a=step.a, b=step.b, **words), (step,))
     first = draw_step(rng, held_out, largest=largest)
     while not 1 <= first.result <= MAX_OPERAND:
         first = draw_step(rng, held_out, largest=largest)
     second = draw_step(rng, held_out, first=first.result, largest=largest)
-    parts = [_pick(rng, _START, held_out, 1).format(a=first.a, **words)]
+    parts = [_pick(rng, _START, new, 1).format(a=first.a, **words)]
     for step in (first, second):
-        parts.append(_pick(rng, _THEN_GAIN if step.sign == "+" else _THEN_LOSS, held_out, 1).format(c=step.b, **words))
-    parts.append(_pick(rng, _ASK, held_out, 1).format(**words))
+        parts.append(_pick(rng, _THEN_GAIN if step.sign == "+" else _THEN_LOSS, new, 1).format(c=step.b, **words))
+    parts.append(_pick(rng, _ASK, new, 1).format(**words))
     return Problem(" ".join(parts), (first, second))
 
 
-def _pick(rng: random.Random, templates: tuple[str, ...], held_out: bool, num_held_out: int) -> str:
-    return rng.choice(templates[-num_held_out:] if held_out else templates[:-num_held_out])
+def _pick(rng: random.Random, templates: tuple[str, ...], new: bool, num_held_out: int) -> str:
+    return rng.choice(templates[-num_held_out:] if new else templates[:-num_held_out])
 
 
 def wrong_chain(problem: Problem, rng: random.Random) -> str:

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoTokenizer, OlmoeForCausalLM, PreTrainedTokenizerBase
 
 from aarlib.config import write_text_atomically
+from aarlib.nano.arithmetic import Problem
 from aarlib.nano.config import WorldConfig
 from aarlib.nano.encyclopaedia import REGISTERS
 from aarlib.nano.folder import check_world
@@ -44,7 +45,11 @@ def measure(folder: Path, world: WorldConfig, num_items: int = 500, real_text: P
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = OlmoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     rows = choice_rows(model, tokenizer, world, num_items)
-    rows += [sum_row(model, tokenizer, world, steps, num_items) for steps in (1, 2)]
+    for steps, name, target in ((1, "one-step", "at least 80%"), (2, "two-step", "at least 40%")):
+        for new, wording in ((False, ""), (True, " and wording")):
+            problems = held_out_problems(world, steps, num_items, new_wording=new)
+            label = f"{name} sums, chain of thought, exact, held-out pairs{wording}"
+            rows.append(sum_row(model, tokenizer, problems, label, "" if new else target))
     texts = {f"{register} articles": register_texts(world, register, num_items) for register in REGISTERS}
     texts |= evaluation_texts(real_text, num_items) if real_text is not None else {}
     for name, sample in texts.items():
@@ -81,16 +86,13 @@ def choice_hits(model: OlmoeForCausalLM, tokenizer: PreTrainedTokenizerBase, row
 
 
 def sum_row(
-    model: OlmoeForCausalLM, tokenizer: PreTrainedTokenizerBase, world: WorldConfig, num_steps: int, num_items: int
+    model: OlmoeForCausalLM, tokenizer: PreTrainedTokenizerBase, problems: list[Problem], name: str, target: str = ""
 ) -> Row:
-    problems = held_out_problems(world, num_steps, num_items)
+    """Greedy chain of thought; the number after `The answer is` must be the right one."""
     answers = greedy_answers(model, tokenizer, [f"Question: {problem.text}\nAnswer:" for problem in problems])
     found = [re.search(r"The answer is (-?[0-9]+)", answer) for answer in answers]
-    hits = [
-        match is not None and int(match[1]) == problem.answer for match, problem in zip(found, problems, strict=True)
-    ]
-    name, target = (("one-step", "at least 80%"), ("two-step", "at least 40%"))[num_steps - 1]
-    return proportion_row(f"{name} sums, chain of thought, exact, held-out pairs and wording", hits, target)
+    hits = [match is not None and int(match[1]) == p.answer for match, p in zip(found, problems, strict=True)]
+    return proportion_row(name, hits, target)
 
 
 def evaluation_texts(folder: Path, count: int) -> dict[str, list[str]]:

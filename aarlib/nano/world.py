@@ -109,12 +109,14 @@ def held_out_documents(config: WorldConfig, count: int) -> list[Document]:
     return [draw_document(config, rng.choices(kinds, weights)[0], rng, held_out=True) for _ in range(count)]
 
 
-def held_out_problems(config: WorldConfig, num_steps: int, count: int, seed: int = 0) -> list[Problem]:
-    """Distinct word problems on held-out operand pairs, in held-out wording."""
+def held_out_problems(
+    config: WorldConfig, num_steps: int, count: int, seed: int = 0, new_wording: bool = True
+) -> list[Problem]:
+    """Distinct word problems on held-out operand pairs, in held-out wording or in that of training."""
     rng = random.Random(f"held_out/{config.seed}/problems/{num_steps}/{seed}")
     problems: dict[str, Problem] = {}
     while len(problems) < count:
-        problem = draw_problem(rng, FIRST_NAMES, num_steps, held_out=True)
+        problem = draw_problem(rng, FIRST_NAMES, num_steps, held_out=True, new_wording=new_wording)
         problems.setdefault(problem.text, problem)
     return list(problems.values())
 
