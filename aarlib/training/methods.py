@@ -49,6 +49,6 @@ class RoutingMethod:
 METHODS = {"router_sft": RoutingMethod, "aar": RoutingMethod}
 
 
-def build_method(config: RouterSFTConfig | AARConfig, seed: int = 0) -> Method:
+def build_method(config: RouterSFTConfig | AARConfig, seed: int = 0) -> RoutingMethod:
     """The method of a config; `seed` initialises its trained parameters."""
     return METHODS[config.name](config, seed)
