@@ -101,7 +101,7 @@ def _check_units(units: Sequence[Unit]) -> None:
     bad = [identity for identity in ids if not isinstance(identity, str) or not identity]
     if bad:
         raise ValueError(f"unit id {bad[0]!r} is not a non-empty string; give every unit a unique 'id'")
-    twice = sorted(identity for identity, count in Counter(ids).items() if count > 1)
+    twice = sorted(str(identity) for identity, count in Counter(ids).items() if count > 1)
     if twice:
         raise ValueError(f"unit ids {twice[:3]} occur more than once; give every unit a unique 'id'")
 
