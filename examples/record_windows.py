@@ -5,7 +5,9 @@ import torch
 import aarlib
 
 model, tokenizer = aarlib.load_model("nano")
-batch = tokenizer(["The old harbour of the capital was built long before the river changed its course."], return_tensors="pt")
+batch = tokenizer(
+    ["The old harbour of the capital was built long before the river changed its course."], return_tensors="pt"
+)
 
 with torch.no_grad(), aarlib.record(model, windows=8, sink=True, dispatch=True) as rec:
     model(**batch)

@@ -12,7 +12,9 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 def run(name):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, EXAMPLES / name], capture_output=True, text=True, env=environment, timeout=240)
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name], capture_output=True, text=True, env=environment, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
