@@ -1,4 +1,5 @@
 import json
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from aarlib.nano.pretrain import checkpoints, pretrain, save_newest
 
 TINY = {
     "name": "tiny",
-    "token_budget": 1800,
+    "token_budget": 1500,
     "batch_tokens": 256,
     "phases": [{"until": 0.5, "sequence_length": 64}, {"until": 1.0, "sequence_length": 128}],
     "checkpoint_every": 4,
@@ -53,7 +54,7 @@ def test_training_lowers_the_loss_and_logs_every_step(finished: PretrainConfig, 
 def test_resuming_gives_the_uninterrupted_run(finished: PretrainConfig, tmp_path: Path):
     whole = finished.storage / finished.name
     source = checkpoints(whole)[0]
-    assert source.name != checkpoints(whole)[-1].name
+    assert int(source.name[-7:]) <= len(_records(whole)) - 3, "the resumed run must have steps left to take"
     run = tmp_path / finished.name
     (run / source.name).parent.mkdir(parents=True)
     for name in (source.name, "tokenizer"):
@@ -68,6 +69,14 @@ def test_resuming_gives_the_uninterrupted_run(finished: PretrainConfig, tmp_path
     for record in logs[0] + logs[1]:
         del record["tokens_per_second"]
     assert logs[0] == logs[1]
+
+
+def test_a_wall_clock_ends_the_schedule_with_the_rate_at_zero(tmp_path: Path):
+    config = _config(tmp_path, token_budget=10**9, stop_at=(datetime.now(UTC) + timedelta(seconds=6)).isoformat())
+    pretrain(config)
+    records = _records(tmp_path / "tiny")
+    assert records[-1]["progress"] == 1.0 and records[-1]["tokens"] < 10**8
+    assert records[-1]["optim/lr"] < 0.2 * config.learning_rate < max(record["optim/lr"] for record in records)
 
 
 def test_another_seed_gives_another_model(finished: PretrainConfig, tmp_path: Path):
