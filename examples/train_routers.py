@@ -15,17 +15,22 @@ texts = ["The river runs south, and the town lies on its eastern bank.", "Nine a
 batch = tokenizer(texts, return_tensors="pt", padding=True)
 labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
 
-for step in range(8):
-    loss = model(**batch, labels=labels).loss
+
+@torch.no_grad()
+def show(what: str) -> None:
+    print(f"{what}: CE {model(**batch, labels=labels).loss.item():.4f}")
+
+
+show("untrained")
+for _ in range(8):
     optimizer.zero_grad()
-    loss.backward()
+    model(**batch, labels=labels).loss.backward()
     optimizer.step()
-    print(f"step {step}: CE {loss.item():.4f}")
+show("trained")
 
 with tempfile.TemporaryDirectory() as folder:
     path = aarlib.save_adapter(handle, Path(folder) / "adapter", metadata={"data": "two sentences"})
     handle.detach()
-    with torch.no_grad():
-        print(f"detached: CE {model(**batch, labels=labels).loss.item():.4f}")
-        aarlib.load_adapter(model, path)
-        print(f"reloaded: CE {model(**batch, labels=labels).loss.item():.4f}")
+    show("detached")
+    aarlib.load_adapter(model, path)
+    show("reloaded")

@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -33,9 +31,8 @@ def test_attach_and_generate():
 
 def test_train_routers():
     values = {line.split(":")[0]: float(line.split("CE ")[1]) for line in run("train_routers.py")}
-    assert values["step 7"] < values["step 0"] < values["detached"] + 1.0
-    assert values["reloaded"] == pytest.approx(values["step 7"], abs=0.2)
-    assert values["reloaded"] < values["detached"]
+    assert values["reloaded"] == values["trained"] < values["untrained"]
+    assert values["detached"] > values["trained"]
 
 
 def test_record_windows():
