@@ -1,7 +1,7 @@
 """lm-eval over adapters in parallel: one unit per (adapter, task), each scored on the base that its actor holds."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -12,7 +12,7 @@ from aarlib.moe.loading import load_model, load_tokenizer
 from aarlib.runtime.harness import HarnessSettings, TaskSource, resolve_tasks, score, task_manager
 from aarlib.runtime.tracking import record_scores
 from aarlib.runtime.units import Resources, Unit, run_units
-from aarlib.training.adapter import load_adapter, read_metadata
+from aarlib.training.adapter import fingerprint, load_adapter, read_metadata
 from aarlib.training.config import EvaluateConfig, ModelConfig, RunConfig
 
 logger = logging.getLogger("aarlib")
@@ -51,13 +51,14 @@ def evaluate(config: RunConfig, run_dir: str | Path) -> Evaluation:
     units = [
         {"id": f"{name}.{task}", "adapter": name, "path": path, "sha256": digest, "task": task}
         for task in source.names
-        for name, path, digest in adapters
+        for name, path, digest, _ in adapters
     ]
     settings = {
         "model": config.model.model_dump(mode="json"),
         "source": source._asdict(),
         "harness": harness_settings(config.evaluate)._asdict(),
         "gpus": config.evaluate.gpus_per_actor,
+        "base_fingerprint": base_fingerprint(adapters),
     }
     resources = Resources(cpus=1, gpus=config.evaluate.gpus_per_actor, environment=QUIET)
     frame = run_units(
@@ -78,11 +79,23 @@ def evaluate(config: RunConfig, run_dir: str | Path) -> Evaluation:
 class Evaluator:
     """The worker of `run_units`: loads the base once, attaches one adapter after the other."""
 
-    def __init__(self, model: Mapping[str, Any], source: Mapping[str, Any], harness: Mapping[str, Any], gpus: float):
+    def __init__(
+        self,
+        model: Mapping[str, Any],
+        source: Mapping[str, Any],
+        harness: Mapping[str, Any],
+        gpus: float,
+        base_fingerprint: str,
+    ):
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         self._manager = task_manager(TaskSource(**source))
         self._settings = HarnessSettings(**harness)
         self._model, self._tokenizer = load_base(ModelConfig.from_mapping(model), gpus)
+        if fingerprint(self._model) != base_fingerprint:
+            raise ValueError(
+                f"model.name = {model['name']!r} is no longer the base that the adapters were trained on (its fingerprint "
+                "differs); pin model.revision, or train again under another name"
+            )
 
     def __call__(self, unit: Unit) -> pd.DataFrame:
         handle = load_adapter(self._model, unit["path"]) if unit["path"] else None
@@ -109,22 +122,36 @@ def load_base(config: ModelConfig, gpus: float) -> tuple[Any, Any]:
 
 class Adapter(NamedTuple):
     name: str
-    path: str | None
-    sha256: str | None
+    path: str | None = None
+    sha256: str | None = None
+    base_fingerprint: str | None = None
 
 
 def find_adapters(config: RunConfig, run_dir: str | Path) -> list[Adapter]:
     """The untouched model, then the adapter of every finished training of the config; a missing one is logged."""
-    adapters = [Adapter(UNTOUCHED, None, None)]
+    adapters = [Adapter(UNTOUCHED)]
     for run in config.runs():
         folder = Path(run_dir) / run.name / "adapter"
         if not folder.is_dir():
             logger.warning("%s has no adapter yet; it is not evaluated", run.name)
             continue
-        adapters.append(Adapter(run.name, str(folder.resolve()), read_metadata(folder)["sha256"]))
+        metadata = read_metadata(folder)
+        adapters.append(Adapter(run.name, str(folder.resolve()), metadata["sha256"], metadata["base_fingerprint"]))
     if len(adapters) == 1:
         raise ValueError(f"{run_dir} holds no adapter; run `python -m pipelines.train` with this config first")
     return adapters
+
+
+def base_fingerprint(adapters: Sequence[Adapter]) -> str:
+    """Of the base that all adapters were trained on."""
+    trained_on = {
+        adapter.base_fingerprint: adapter.name for adapter in adapters if adapter.base_fingerprint is not None
+    }
+    if len(trained_on) > 1:
+        raise ValueError(
+            f"adapters of different bases cannot be compared: {sorted(trained_on.values())}; train them together"
+        )
+    return next(iter(trained_on))
 
 
 def harness_settings(config: EvaluateConfig) -> HarnessSettings:

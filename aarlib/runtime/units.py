@@ -27,6 +27,7 @@ Unit = Mapping[str, Any]
 Store = Callable[[str, pd.DataFrame], None]
 STALL_WARNING_S = 120
 LOADING = "(loading)"
+MAX_SHOWN = 5
 
 
 class Worker(Protocol):
@@ -84,8 +85,9 @@ def run_units(
         dispatcher = _Dispatcher(worker, settings, resources, max_deaths, store)
         failures = dispatcher.run(pending, _fitting_actors(min(num_actors, len(pending)), resources))
         if failures:
-            reasons = "; ".join(f"unit {identity!r}: {reason}" for identity, reason in failures.items())
-            raise UnitsError(f"{len(failures)} of {len(units)} units failed, the others are stored. {reasons}")
+            reasons = [f"unit {identity!r}: {reason}" for identity, reason in failures.items()]
+            shown = "; ".join(reasons[:MAX_SHOWN]) + ("; ..." if len(reasons) > MAX_SHOWN else "")
+            raise UnitsError(f"{len(failures)} of {len(units)} units failed, the others are stored. {shown}")
     parts = [pd.read_parquet(part_path(out_dir, unit["id"])).assign(unit=unit["id"]) for unit in units]
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 

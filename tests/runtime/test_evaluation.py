@@ -1,6 +1,7 @@
 """lm-eval on the patched model in memory: the same numbers as direct forwards, for any batch size; stops; refusals."""
 
 import json
+import shutil
 from pathlib import Path
 
 import lm_eval
@@ -336,3 +337,10 @@ def test_every_adapter_and_task_is_scored_once(local_ray, tmp_path):
     assert again.scores.equals(evaluation.scores)
     with pytest.raises(ValueError, match="setting harness"):
         evaluate(config.updated({"evaluate.batch_size": 2}), run_dir)
+
+    with torch.no_grad():
+        model.model.embed_tokens.weight.add_(1.0)
+    model.save_pretrained(base)
+    shutil.rmtree(run_dir / "evaluation")
+    with pytest.raises(ValueError, match="no longer the base that the adapters were trained on"):
+        evaluate(config, run_dir)
