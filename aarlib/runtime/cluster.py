@@ -63,3 +63,13 @@ def worker_environment(config: RayConfig) -> dict[str, Any]:
     if not config.use_gpu:
         variables["DS_ACCELERATOR"] = "cpu"
     return {"env_vars": variables}
+
+
+def user_error(error: BaseException) -> BaseException:
+    """The ValueError that one of our functions raised in a Ray process, without the remote traceback; else `error` itself."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if type(seen) is ValueError:
+            return ValueError(str(seen))
+        seen = getattr(seen, "cause", None) or getattr(seen, "_base_exc", None) or seen.__cause__
+    return error

@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import ray.data
 from ray.data.dataset import Dataset, MaterializedDataset
+from ray.exceptions import RayTaskError
 
 from aarlib.data.chat import Conversation, Encoded, encode
 from aarlib.data.conversations import OnBadRow
 from aarlib.data.sampling import in_fraction, row_hash
 from aarlib.data.sources import expand_sources
+from aarlib.runtime.cluster import user_error
 from aarlib.training.config import DataConfig, ModelConfig
 
 logger = logging.getLogger("aarlib")
@@ -49,7 +51,10 @@ def find_sources(train: tuple[str, ...]) -> list[str]:
 
 def build_corpus(model: ModelConfig, data: DataConfig) -> Corpus:
     """Read, sample, tokenise and split; a ValueError before any worker starts if nothing is left to train or evaluate on."""
-    encoded = _encoded(model, data).materialize()
+    try:
+        encoded = _encoded(model, data).materialize()
+    except RayTaskError as error:
+        raise user_error(error) from error
     blocks = _map(encoded, _totals).take_all()
     totals = {name: sum(int(block[name]) for block in blocks) for name in TOTALS}
     if totals["rows"] == 0:
@@ -101,6 +106,7 @@ def quiet_ray_data() -> None:
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     logging.getLogger("ray.data").setLevel(logging.WARNING)
+    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
 
 
 def _check(corpus: Corpus, data: DataConfig) -> None:

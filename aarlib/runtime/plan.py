@@ -32,7 +32,11 @@ def plan(config: RunConfig) -> Plan:
     from aarlib.moe.loading import load_config, meta_model
     from aarlib.training.methods import build_method
 
-    model = meta_model(load_config(config.model.name, config.model.revision, config.model.geometry))
+    try:
+        geometry = load_config(config.model.name, config.model.revision, config.model.geometry)
+    except OSError as error:
+        raise ValueError(f"model.name = {config.model.name!r}: {str(error).splitlines()[0]}") from error
+    model = meta_model(geometry)
     parts = anatomy(model)
     methods: list[MethodPlan] = []
     for label, method in config.method.items():

@@ -20,6 +20,13 @@ from aarlib.training.config import RunConfig
 logger = logging.getLogger("aarlib")
 
 LONGEST_PARAM = 500
+MAX_PROBLEMS = 3
+"""After so many refusals a run is no longer logged to MLflow: each may wait for a time-out."""
+ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+}
 FINISHED, FAILED = "FINISHED", "FAILED"
 
 
@@ -93,7 +100,7 @@ class RunLogger:
         self._client: Any = None
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        if self.run_id is not None:
+        if self.run_id is not None and len(self.problems) < MAX_PROBLEMS:
             _attempt(lambda: self._log(metrics, step), self.problems)
 
     def _log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -162,7 +169,8 @@ def _start_children(client: Any, experiment_id: str, parent: str, config: RunCon
 
 
 def _client(uri: str) -> Any:
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     from mlflow.tracking import MlflowClient
 
     logging.getLogger("mlflow").setLevel(logging.WARNING)

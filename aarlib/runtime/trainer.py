@@ -14,7 +14,7 @@ from ray.train.torch import TorchTrainer
 from aarlib.data.chat import check_template
 from aarlib.moe.loading import load_tokenizer
 from aarlib.runtime import tracking
-from aarlib.runtime.cluster import check_resources, connect, worker_environment
+from aarlib.runtime.cluster import check_resources, connect, user_error, worker_environment
 from aarlib.runtime.corpus import Corpus, build_corpus, find_sources, ordered
 from aarlib.runtime.plan import Plan, plan
 from aarlib.runtime.run_directory import check_claim, claim, is_finished, pending_runs, run_directory
@@ -132,13 +132,5 @@ def _fit(config: RunConfig, prepared: Prepared, folder: Path, tracked: Tracking,
     try:
         trainer.fit()
     except ray.train.TrainingFailedError as error:
-        raise root_cause(error) from error
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """The ValueError that a worker raised, if that is what failed; else `error`."""
-    for failure in getattr(error, "worker_failures", {}).values():
-        cause = getattr(failure, "_base_exc", failure)
-        if isinstance(cause, ValueError):
-            return ValueError(str(cause))
-    return error
+        failures = getattr(error, "worker_failures", {}).values()
+        raise next((found for found in map(user_error, failures) if type(found) is ValueError), error) from error

@@ -80,7 +80,7 @@ def log_to_stderr(rank: int) -> None:
     logger.handlers[:] = [handler]
     logger.propagate = False
     quiet_ray_data()
-    logging.getLogger("ray.train.v2._internal.execution.context").setLevel(logging.WARNING)
+    logging.getLogger().setLevel(logging.WARNING)
     transformers.utils.logging.disable_progress_bar()
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
 

@@ -1,0 +1,278 @@
+"""DeepSpeed on two gloo processes against plain PyTorch, ZeRO 0-3; resuming; the frozen hash. One start-up for everything."""
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from aarlib.aar.config import AARConfig
+from aarlib.data.chat import Encoded, collate
+from aarlib.runtime.batches import micro_batches
+from aarlib.runtime.checkpoints import (
+    TrainingState,
+    capture,
+    read_state,
+    restore_optimizer,
+    restore_parameters,
+    save_state,
+    whole_values,
+)
+from aarlib.runtime.engine import (
+    Setup,
+    Trainee,
+    checkpoint_activations,
+    learning_rate,
+    make_engine,
+    skip_shared_memory_build,
+    train_step,
+)
+from aarlib.runtime.sharding import check_frozen, frozen_hash, gathered
+from aarlib.training.config import OptimConfig
+from aarlib.training.methods import build_method
+from aarlib.training.objectives import next_token_ce
+from tests.tiny import tiny_model
+
+STEPS, BATCH, RESUME_AT = 6, 8, 3
+METHOD = AARConfig(layers=(1, 2), window=4)
+OPTIM = OptimConfig(global_batch=BATCH, micro_batch=2, learning_rate=1e-3, max_grad_norm=0.05, weight_decay=0.01)
+
+
+def batches() -> list[list[Encoded]]:
+    """Unequal target counts; in step 1 none of the rows dealt to rank 1 has a target."""
+    generator = torch.Generator().manual_seed(0)
+    made: list[list[Encoded]] = []
+    for step in range(STEPS):
+        rows = []
+        for index in range(BATCH):
+            length = 30 - 2 * index
+            ids = torch.randint(3, 97, (length,), generator=generator).tolist()
+            targets = int(torch.randint(0, length - 1, (1,), generator=generator))
+            if step == 1 and index % 2 == 1:
+                targets = 0
+            rows.append(Encoded(f"{step}/{index}", ids, [j >= length - targets for j in range(length)], False))
+        made.append(rows)
+    return made
+
+
+def reference() -> dict[str, Tensor]:
+    """One process, no DeepSpeed, no micro-batches: AdamW on the mean over the batch's targets, clipped."""
+    model = tiny_model("olmoe")
+    handle = build_method(METHOD, 0).attach(model)
+    parameters = [parameter for _, parameter in handle.trainable()]
+    optimizer = torch.optim.AdamW(parameters, weight_decay=OPTIM.weight_decay, betas=OPTIM.betas)
+    setup = Setup(OPTIM, 0, 0, 1, STEPS)
+    for step, rows in enumerate(batches()):
+        result = next_token_ce(model, collate(rows, 0))
+        loss = result.ce_sum.sum() / result.num_targets.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, OPTIM.max_grad_norm or 0.0)
+        optimizer.param_groups[0]["lr"] = learning_rate(setup, step)
+        optimizer.step()
+    return whole_values(handle.trainable())
+
+
+class Training:
+    """One engine on this process's share."""
+
+    def __init__(self, model: Any, zero_stage: int, state: TrainingState | None = None) -> None:
+        self.setup = Setup(OPTIM, zero_stage, dist.get_rank(), dist.get_world_size(), STEPS)
+        method = build_method(METHOD, 0)
+        with gathered(list(model.parameters())):
+            self.handle = method.attach(model)
+        self.named = self.handle.trainable()
+        if state is not None:
+            restore_parameters(self.named, state.tensors)
+        self.engine = make_engine(Trainee(model, self.handle, method), self.setup)
+        if state is not None:
+            restore_optimizer(self.engine, self.named, state, zero_stage, self.idle_step)
+
+    def steps(self, first: int, last: int) -> list[float]:
+        norms = []
+        for step in range(first, last):
+            rows = batches()[step]
+            count = sum(row.num_targets for row in rows)
+            norms.append(train_step(self.engine, self.mine(rows), count, step, self.setup).grad_norm)
+        return norms
+
+    def mine(self, rows: list[Encoded]) -> list[dict[str, Tensor]]:
+        parts = micro_batches(rows, self.setup.rank, self.setup.world_size, 2, self.setup.num_micro_batches)
+        return [collate(part, 0) for part in parts]
+
+    def idle_step(self) -> None:
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = 0.0
+        for batch in self.mine(batches()[0]):
+            self.engine.backward(sum(self.engine(batch, 0).values()) * 0.0)
+            self.engine.step()
+
+    def close(self) -> dict[str, Tensor]:
+        values = whole_values(self.named)
+        self.engine.destroy()
+        self.handle.detach()
+        return values
+
+
+def process(rank: int, world_size: int, port: int, folder: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": str(world_size), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    found: dict[str, Any] = {"targets": [[sum(r.num_targets for r in p) for p in _shares(rows)] for rows in batches()]}
+    model = tiny_model("olmoe")
+    before = frozen_hash(model)
+    for stage in (0, 1, 2, 3):
+        found[f"zero{stage}"] = _stage(model, stage, Path(folder))
+        found[f"hash{stage}"] = (before, frozen_hash(model))
+        found[f"flipped{stage}"] = _flipped(model)
+    if rank == 0:
+        torch.save(found, Path(folder) / "found.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _shares(rows: list[Encoded]) -> list[list[Encoded]]:
+    return [[row for part in micro_batches(rows, rank, 2, 2, 2) for row in part] for rank in range(2)]
+
+
+def _stage(model: Any, stage: int, folder: Path) -> dict[str, Any]:
+    whole = Training(model, stage)
+    norms = whole.steps(0, RESUME_AT)
+    tensors = capture(whole.engine, whole.named, stage)
+    if dist.get_rank() == 0:
+        (folder / str(stage)).mkdir()
+        save_state(folder / str(stage), TrainingState("aar-seed0", RESUME_AT, 1.5, tensors))
+    dist.barrier()
+    norms += whole.steps(RESUME_AT, STEPS)
+    values = whole.close()
+    resumed = Training(model, stage, read_state(folder / str(stage)))
+    resumed.steps(RESUME_AT, STEPS)
+    errors = {}
+    try:
+        train_step(resumed.engine, resumed.mine(batches()[0]), 0, 7, resumed.setup)
+    except ValueError as error:
+        errors[dist.get_rank()] = str(error)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, errors)
+    return {"values": values, "resumed": resumed.close(), "norms": norms, "errors": everyone}
+
+
+def _flipped(model: Any) -> str:
+    """The hash with the sign of one element of the last expert tensor flipped, which is then put back."""
+    import deepspeed
+
+    parameter = dict(model.named_parameters())["model.layers.1.mlp.experts.down_proj"]
+
+    def flip() -> None:
+        if hasattr(parameter, "ds_id"):
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                parameter.data.view(-1)[-1].neg_()
+        else:
+            parameter.data.view(-1)[-1].neg_()
+
+    flip()
+    changed = frozen_hash(model)
+    flip()
+    return changed
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    pytest.importorskip("deepspeed")
+    folder = tmp_path_factory.mktemp("engine")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    spawn: Callable[..., Any] = mp.spawn
+    spawn(process, args=(2, port, str(folder)), nprocs=2)
+    return torch.load(folder / "found.pt", weights_only=False)
+
+
+def largest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+
+
+def test_the_case_is_hard(found: dict[str, Any]) -> None:
+    """Target counts differ between the ranks in every step, and once a rank has none."""
+    assert all(first != second for first, second in found["targets"])
+    assert any(0 in counts for counts in found["targets"])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_workers_with_accumulation_are_plain_pytorch(found: dict[str, Any], stage: int) -> None:
+    start = {name: value.detach() for name, value in build_method(METHOD, 0).attach(tiny_model("olmoe")).trainable()}
+    expected = reference()
+    assert largest(expected, start) > 1e-3
+    assert largest(found[f"zero{stage}"]["values"], expected) < 1e-5
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_stages_agree(found: dict[str, Any], stage: int) -> None:
+    assert largest(found[f"zero{stage}"]["values"], found["zero0"]["values"]) < 1e-5
+    assert found[f"zero{stage}"]["norms"] == pytest.approx(found["zero0"]["norms"], rel=1e-4)
+    assert max(found["zero0"]["norms"]) > (OPTIM.max_grad_norm or 0.0)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_resumed_is_uninterrupted(found: dict[str, Any], stage: int) -> None:
+    assert largest(found[f"zero{stage}"]["resumed"], found[f"zero{stage}"]["values"]) < 1e-6
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_without_targets_raises_the_same_on_every_worker(found: dict[str, Any], stage: int) -> None:
+    first, second = found[f"zero{stage}"]["errors"]
+    assert first[0] == second[1]
+    assert first[0].startswith("step 7: no row of the global batch has a target token")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_frozen_hash_is_unchanged_by_training_and_catches_one_element(found: dict[str, Any], stage: int) -> None:
+    before, after = found[f"hash{stage}"]
+    check_frozen(before, after)
+    with pytest.raises(RuntimeError, match="the frozen model changed during training"):
+        check_frozen(before, found[f"flipped{stage}"])
+
+
+def test_shared_memory_build_is_skipped() -> None:
+    """Guards the internal name that skip_shared_memory_build relies on."""
+    ops = pytest.importorskip("deepspeed.ops")
+    from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
+
+    assert ShareMemCommBuilder.NAME == "deepspeed_shm_comm"
+    skip_shared_memory_build()
+    assert ops.__compatible_ops__[ShareMemCommBuilder.NAME] is False
+
+
+def test_learning_rate_rises_then_falls_to_zero() -> None:
+    setup = Setup(OptimConfig(learning_rate=1.0, warmup_ratio=0.1), 0, 0, 1, 100)
+    rates = [learning_rate(setup, step) for step in range(101)]
+    assert max(range(101), key=rates.__getitem__) == 10
+    assert rates[10] == 1.0 and rates[100] == 0.0 and 0 < rates[0] < 0.1
+    assert rates[:11] == sorted(rates[:11]) and rates[10:] == sorted(rates[10:], reverse=True)
+
+
+@pytest.mark.parametrize("family", ["olmoe", "mixtral"])
+def test_checkpointed_activations_give_the_same_gradients(family: str) -> None:
+    """And the layers do run twice, in eval mode (Mixtral's jitter is off)."""
+    gradients, calls = [], []
+    for checkpointing in (False, True):
+        model = tiny_model(family, **({"router_jitter_noise": 0.5} if family == "mixtral" else {}))
+        if checkpointing:
+            checkpoint_activations(model)
+        handle = build_method(METHOD, 0).attach(model)
+        count = [0]
+        model.model.layers[1].mlp.register_forward_pre_hook(lambda *_, n=count: n.__setitem__(0, n[0] + 1))
+        next_token_ce(model, collate(batches()[0], 0)).ce_sum.sum().backward()
+        gradients.append({name: parameter.grad.clone() for name, parameter in handle.trainable()})
+        calls.append(count[0])
+    assert calls == [1, 2]
+    assert max(float(value.abs().max()) for value in gradients[0].values()) > 1e-2
+    assert largest(gradients[1], gradients[0]) < 1e-5

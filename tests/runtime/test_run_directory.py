@@ -1,0 +1,61 @@
+"""Who owns a run directory, and how a history is cut back to a checkpoint."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from aarlib.runtime.run_directory import append_line, check_claim, claim, cut_history, pending_runs, run_directory
+from aarlib.training.config import RunConfig
+
+
+def config(storage: Path, **changes: object) -> RunConfig:
+    base = RunConfig.from_mapping(
+        {
+            "name": "run",
+            "data": {"train": ["nano:sft:10"]},
+            "method": {"sft": {"name": "router_sft"}},
+            "seeds": [0, 1],
+            "optim": {"global_batch": 4, "micro_batch": 1},
+            "ray": {"storage": str(storage)},
+        }
+    )
+    return base.updated(changes)
+
+
+def test_the_same_config_takes_the_directory_up_again(tmp_path: Path) -> None:
+    folder = claim(config(tmp_path))
+    assert claim(config(tmp_path, **{"ray.num_workers": 1})) == folder
+    (folder / "sft-seed0").mkdir()
+    (folder / "sft-seed0" / "result.json").write_text("{}")
+    assert [run.name for run in pending_runs(folder, config(tmp_path))] == ["sft-seed1"]
+
+
+def test_another_config_is_refused_and_named(tmp_path: Path) -> None:
+    claim(config(tmp_path))
+    with pytest.raises(ValueError, match=r"exists with another config \(optim.learning_rate: 0.0001 there, 0.1 here\)"):
+        check_claim(config(tmp_path, **{"optim.learning_rate": 0.1}))
+
+
+def test_a_folder_that_is_no_run_directory_is_refused(tmp_path: Path) -> None:
+    run_directory(config(tmp_path)).mkdir()
+    check_claim(config(tmp_path))
+    (run_directory(config(tmp_path)) / "thesis.tex").write_text("precious")
+    with pytest.raises(ValueError, match="is no run directory; choose another name"):
+        claim(config(tmp_path))
+
+
+def test_a_bucket_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="ray.storage = 's3://bucket/runs'"):
+        claim(config(tmp_path, **{"ray.storage": "s3://bucket/runs"}))
+
+
+def test_history_is_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "rows.jsonl"
+    for step in range(5):
+        append_line(path, {"step": step})
+    with path.open("a") as file:
+        file.write('{"step": 5')
+    cut_history(path, 3)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
+    cut_history(tmp_path / "absent.jsonl", 3)

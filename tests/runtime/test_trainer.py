@@ -1,0 +1,211 @@
+"""Through Ray Data, TorchTrainer and DeepSpeed: workers and accumulation change nothing, a killed worker changes nothing."""
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+import psutil
+import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.runtime.conversations import run_config, save_model, write_conversations
+
+pytestmark = pytest.mark.ray
+pytest.importorskip("ray")
+pytest.importorskip("deepspeed")
+
+from aarlib.moe.loading import load_model  # noqa: E402
+from aarlib.runtime import tracking  # noqa: E402
+from aarlib.runtime.batches import encoded_rows, micro_batches  # noqa: E402
+from aarlib.runtime.run_directory import claim  # noqa: E402
+from aarlib.runtime.trainer import Prepared, TrainingResult, check, prepare, train, train_on  # noqa: E402
+from aarlib.training.adapter import load_adapter  # noqa: E402
+from aarlib.training.config import RunConfig  # noqa: E402
+
+RUN = "aar-seed0"
+
+
+class Bench(NamedTuple):
+    """One corpus shared by the trainings of this file."""
+
+    model: Path
+    data: Path
+    storage: Path
+    prepared: Prepared
+
+    def config(self, name: str, **changes: Any) -> RunConfig:
+        return run_config(self.model, self.data, self.storage, name, **changes)
+
+    def train(self, name: str, **changes: Any) -> TrainingResult:
+        config = self.config(name, **changes)
+        folder = claim(config)
+        return train_on(config, self.prepared, folder, check(config), tracking.start(config, folder))
+
+
+@pytest.fixture(scope="module")
+def bench(local_ray: Any, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    folder = tmp_path_factory.mktemp("trainer")
+    model = save_model(folder / "model")
+    data = write_conversations(folder / "rows.jsonl", 64)
+    return Bench(model, data, folder / "runs", prepare(run_config(model, data, folder / "runs", "corpus")))
+
+
+@pytest.fixture(scope="module")
+def two_workers(bench: Bench) -> TrainingResult:
+    return bench.train("two")
+
+
+def adapter(result: TrainingResult) -> dict[str, Tensor]:
+    return load_file(result.folder / RUN / "adapter" / "adapter.safetensors")
+
+
+def lines(result: TrainingResult, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (result.folder / RUN / name).read_text().splitlines()]
+
+
+def largest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+
+
+def test_one_worker_and_accumulation_are_two_workers(bench: Bench, two_workers: TrainingResult) -> None:
+    one = bench.train("one", **{"ray.num_workers": 1, "optim.micro_batch": 4, "ray.checkpoint_every": 100})
+    many = bench.train("many", **{"ray.num_workers": 1, "optim.micro_batch": 1, "ray.zero_stage": 1})
+    assert largest(adapter(one), adapter(two_workers)) < 1e-5
+    assert largest(adapter(many), adapter(two_workers)) < 1e-5
+    start, _ = load_model(str(bench.model))
+    trained = load_adapter(start, two_workers.folder / RUN / "adapter")
+    weights = {name: parameter.detach() for name, parameter in trained.trainable()}
+    routers = {f"{i}.weight": start.model.layers[i].mlp.gate.weight for i in (0, 1, 2)}
+    assert largest({name: weights[name] for name in routers}, routers) > 1e-3
+    for result in (one, many):
+        assert lines(result, "rows.jsonl") == lines(two_workers, "rows.jsonl")
+        ours, theirs = (pd.read_parquet(r.folder / RUN / "held_out.parquet") for r in (result, two_workers))
+        assert ours["row_id"].tolist() == theirs["row_id"].tolist()
+        assert abs(ours["ce_sum"] - theirs["ce_sum"]).max() < 1e-3
+
+
+def test_targets_were_uneven(bench: Bench, two_workers: TrainingResult) -> None:
+    """Per step and worker; in some step one of the workers had none."""
+    dataset = bench.prepared.epochs["train-seed0-epoch0"]
+    rows = {row.row_id: row for table in dataset.iter_batches(batch_format="pyarrow") for row in encoded_rows(table)}
+    counts = []
+    for line in lines(two_workers, "rows.jsonl"):
+        batch = [rows[row_id] for row_id in line["row_ids"]]
+        shares = [micro_batches(batch, rank, 2, 2, 1)[0] for rank in range(2)]
+        counts.append(tuple(sum(row.num_targets for row in share) for share in shares))
+    assert len(counts) == 10 and all(first != second for first, second in counts)
+    assert any(0 in pair for pair in counts)
+
+
+def test_artefacts(bench: Bench, two_workers: TrainingResult) -> None:
+    folder = two_workers.folder
+    result = json.loads((folder / RUN / "result.json").read_text())
+    assert result["frozen_sha256_before"] == result["frozen_sha256_after"]
+    assert result["steps"] == 10 and len(result["peak_gib"]) == 2 and result["tracking_problems"] == []
+    held_out = pd.read_parquet(folder / RUN / "held_out.parquet")
+    assert len(held_out) == bench.prepared.corpus.num_held_out == held_out["row_id"].nunique()
+    assert held_out["num_targets"].min() > 0
+    untouched = pd.read_parquet(folder / "untouched" / "held_out.parquet")
+    step0 = pd.read_parquet(folder / RUN / "step0_held_out.parquet")
+    assert untouched["row_id"].tolist() == step0["row_id"].tolist() == held_out["row_id"].tolist()
+    assert result["held_out_ce"] < result["step0_ce"] and result["untouched_ce"] != result["step0_ce"]
+    metrics = lines(two_workers, "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [0, 5, 9]
+    assert {"train/ce", "optim/grad_norm", "optim/learning_rate", "speed/tokens_per_s"} <= metrics[0].keys()
+    assert metrics[-1]["routing/picks_changed"] > 0
+    tracked = two_workers.tracking
+    assert tracked is not None and not two_workers.problems
+    child = tracking._client(tracked.uri).get_run(tracked.children[RUN])
+    assert child.info.status == "FINISHED" and child.data.metrics["held_out/ce"] == result["held_out_ce"]
+
+
+def test_a_finished_run_is_not_run_again(bench: Bench, two_workers: TrainingResult) -> None:
+    before = (two_workers.folder / RUN / "result.json").stat().st_mtime_ns
+    assert train(bench.config("two")).tracking is None
+    assert (two_workers.folder / RUN / "result.json").stat().st_mtime_ns == before
+    with pytest.raises(ValueError, match="exists with another config"):
+        train(bench.config("two", **{"optim.learning_rate": 0.5}))
+
+
+def test_a_killed_worker_changes_nothing(bench: Bench, two_workers: TrainingResult) -> None:
+    config = bench.config("killed")
+    killer = threading.Thread(target=_kill_a_worker, args=(Path(config.ray.storage) / "killed" / RUN / "rows.jsonl", 5))
+    killer.start()
+    killed = bench.train("killed")
+    killer.join()
+    assert (killed.folder / RUN / "killed").is_file()
+    assert largest(adapter(killed), adapter(two_workers)) < 1e-6
+    assert lines(killed, "rows.jsonl") == lines(two_workers, "rows.jsonl")
+    histories = [
+        [{**line, "speed/tokens_per_s": 0} for line in lines(r, "metrics.jsonl")] for r in (killed, two_workers)
+    ]
+    for ours, theirs in zip(*histories, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def _kill_a_worker(history: Path, steps: int) -> None:
+    """SIGKILL one Train worker of this process's Ray once `history` has as many steps, past the first checkpoint."""
+    while not history.is_file() or len(history.read_text().splitlines()) < steps:
+        time.sleep(0.02)
+    workers = [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if "RayTrainWorker" in child.name() + "".join(child.cmdline())
+    ]
+    workers[-1].kill()
+    (history.parent / "killed").write_text(str(workers[-1].pid))
+
+
+def test_more_workers_than_the_cluster_has(bench: Bench) -> None:
+    with pytest.raises(ValueError, match="ray.num_workers = 64 needs 64 CPU, the cluster has 8"):
+        train(bench.config("many_workers", **{"ray.num_workers": 64, "optim.global_batch": 128}))
+    assert not (bench.storage / "many_workers").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method.aar.layers": [7]}, r"method.aar: layers = \[7\]: \[7\] have no router"),
+        ({"data.train": ["nowhere.jsonl"]}, "names no .parquet"),
+        ({"model.name": "no/such/folder/here"}, "no/such/folder/here"),
+    ],
+)
+def test_bad_input_dies_before_a_worker_starts(bench: Bench, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, OSError), match=message):
+        train(bench.config("bad", **changes))
+    assert not (bench.storage / "bad").exists()
+
+
+def test_a_model_whose_routers_get_no_gradient_is_refused(bench: Bench, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "top1", num_experts_per_tok=1, norm_topk_prob=True)
+    with pytest.raises(ValueError, match="no gradient reaches the router"):
+        train(bench.config("top1", **{"model.name": str(model)}))
+
+
+def test_a_sweep_of_two_trials(bench: Bench) -> None:
+    from ray import tune
+
+    from aarlib.runtime.sweep import Study, sweep
+
+    study = Study(
+        space={"method.aar.window": tune.grid_search([2, 8])},
+        fixed={"ray.num_workers": 1, "optim.max_steps": 3},
+    )
+    result = sweep(bench.config("swept"), study, "window")
+    trials = result.sweep.trials
+    assert trials["status"].tolist() == ["finished"] * 2 and sorted(trials["method.aar.window"]) == [2, 8]
+    assert trials["held_out_ce"].is_monotonic_increasing
+    assert result.best["method.aar.window"] == trials["method.aar.window"][0]
+    stored = json.loads((result.folder / "results.json").read_text())
+    assert [row["trial"] for row in stored] == trials["trial"].tolist()
+    client = tracking._client(result.tracking.uri)
+    nested = client.search_runs(
+        [result.tracking.experiment_id], f"tags.mlflow.parentRunId = '{result.tracking.parent}'"
+    )
+    assert [run.info.status for run in nested] == ["FINISHED"] * 2
+    assert sorted(path.name for path in (result.folder / "trials").iterdir()) == ["00000", "00001"]
