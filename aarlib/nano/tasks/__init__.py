@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from aarlib.config import write_text_atomically
-from aarlib.nano.arithmetic import wrong_chain
+from aarlib.nano.arithmetic import Problem, wrong_chain
 from aarlib.nano.config import WorldConfig
 from aarlib.nano.encyclopaedia import Fact, all_facts
 from aarlib.nano.names import FIRST_NAMES
@@ -65,7 +65,7 @@ def fact_documents(world: WorldConfig, subject: str, count: int, seed: int) -> D
 def math_choice_documents(world: WorldConfig, count: int, seed: int) -> Documents:
     """4-way: the worked chain among three that end in another number; half one-step, half two-step, held-out pairs."""
     rng = random.Random(f"tasks/math/{seed}")
-    problems = held_out_problems(world, 1, count - count // 2, seed) + held_out_problems(world, 2, count // 2, seed)
+    problems = _mixed_problems(world, count, seed)
     rows = []
     for problem in problems:
         wrong: dict[str, None] = {}
@@ -84,8 +84,14 @@ def ioi_documents(count: int, seed: int) -> Documents:
 
 def gsm_documents(world: WorldConfig, count: int, seed: int) -> Documents:
     """Chain of thought, greedy: half one-step, half two-step, held-out pairs and wording."""
-    problems = held_out_problems(world, 1, count - count // 2, seed) + held_out_problems(world, 2, count // 2, seed)
+    problems = _mixed_problems(world, count, seed)
     return [{"question": p.text, "answer": str(p.answer), "chain": p.chain(), "steps": len(p.steps)} for p in problems]
+
+
+def _mixed_problems(world: WorldConfig, count: int, seed: int) -> list[Problem]:
+    """Shuffled, so that the first few of them are of both lengths too."""
+    problems = held_out_problems(world, 1, count - count // 2, seed) + held_out_problems(world, 2, count // 2, seed)
+    return random.Random(f"tasks/problems/{seed}").sample(problems, count)
 
 
 def _choices(right: str, wrong: list[str], rng: random.Random) -> dict[str, Any]:
