@@ -82,10 +82,14 @@ def _activate(session: Session, run: Run, method: Any, handle: Any, state: Train
 
 
 def _announce(run: Run, handle: Any) -> None:
-    named = handle.trainable()
-    logger.info("%s: %s trainable parameters in %d tensors", run.name, f"{handle.num_trainable:,}", len(named))
-    for name, parameter in named:
-        logger.debug("  %s %s", name, tuple(parameter.shape))
+    """The trainable parameters by name: shape, and the layers that have one."""
+    by_name: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for name, parameter in handle.trainable():
+        layer, _, short = name.partition(".")
+        by_name.setdefault((short, tuple(getattr(parameter, "ds_shape", parameter.shape))), []).append(layer)
+    logger.info("%s: %s trainable parameters", run.name, f"{handle.num_trainable:,}")
+    for (name, shape), layers in by_name.items():
+        logger.info("  %-18s %-12s layers %s", name, list(shape), ", ".join(layers))
 
 
 def _before(active: Active) -> tuple[pd.DataFrame, pd.DataFrame]:
