@@ -10,15 +10,21 @@ from aarlib.training.config import RayConfig
 
 logger = logging.getLogger("aarlib")
 
+ENVIRONMENT = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "180",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+"""report() waits for a health check (2 s by default); start-ups may be slow on a busy machine."""
+
 
 def connect(config: RayConfig) -> None:
     """Join the cluster at `ray.address` (or RAY_ADDRESS); without one, start a local Ray on loopback. Idempotent.
 
     The dashboard is on: without it Tune cannot give back the resources of finished trials.
     """
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
-    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "180")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     if ray.is_initialized():
         return
     address = config.address or os.environ.get("RAY_ADDRESS")

@@ -27,6 +27,8 @@ from aarlib.training.methods import build_method
 
 logger = logging.getLogger("aarlib")
 
+BASE_HASH = "base_sha256"
+
 
 class Active(NamedTuple):
     """A run with its engine."""
@@ -100,7 +102,10 @@ def _before(active: Active) -> tuple[pd.DataFrame, pd.DataFrame]:
         active.handle.enabled = False
         untouched = _evaluate(active)
         active.handle.enabled = True
+        if session.rank == 0:
+            write_text_atomically(path.with_name(BASE_HASH), session.frozen)
         _write(active, untouched, path)
+    _check_same_base(session, path.with_name(BASE_HASH))
     untouched = pd.read_parquet(path)
     logger.info("untouched: held-out CE %.4f on %d conversations", held_out.mean_ce(untouched), len(untouched))
     step0_path = active.folder / f"step0_{held_out.FILE}"
@@ -109,6 +114,15 @@ def _before(active: Active) -> tuple[pd.DataFrame, pd.DataFrame]:
     step0 = pd.read_parquet(step0_path)
     logger.info("%s: held-out CE %.4f before training", active.run.name, held_out.mean_ce(step0))
     return untouched, step0
+
+
+def _check_same_base(session: Session, path: Path) -> None:
+    stored = path.read_text(encoding="utf-8")
+    if stored != session.frozen:
+        raise ValueError(
+            f"model.name = {session.config.model.name!r}: the base is not the one this run directory was begun with (sha256 "
+            f"{session.frozen[:16]}..., {stored[:16]}... there); use another name, or the old weights"
+        )
 
 
 def _train(active: Active, state: TrainingState | None) -> Progress:
