@@ -88,7 +88,11 @@ class Stages:
         result = action()
         elapsed = time.monotonic() - begun
         self.wall_s[name] = round(self.wall_s.get(name, 0.0) + elapsed, 1)
-        print(f"[{self._number}/4] {name}: {elapsed:.0f} s, {sum(self.wall_s.values()):.0f} s in all", flush=True)
+        total = sum(self.wall_s.values())
+        print(
+            f"[{self._number}/4] {name}: {elapsed:.0f} s, {total:.0f} s in all, peak {self.peak_gib:.1f} GiB",
+            flush=True,
+        )
         if self._path.parent.is_dir():
             self._store(finished=False)
         return result

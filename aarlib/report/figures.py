@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from aarlib.report.records import RunRecord, RunRecords
+from aarlib.report.records import RunRecords
 from aarlib.report.tables import UNTOUCHED
 
 
@@ -49,29 +49,49 @@ def styles(labels: Sequence[str], theme: Theme) -> dict[str, Style]:
 
 
 def training_curves(records: RunRecords, theme: Theme) -> Figure:
-    """Training CE and share of picks changed against step: a line per method (mean over seeds) over thin ones per seed."""
-    figure, axes = _panels(theme, 2, height=3.3)
-    panels = (
-        ("train/ce", 1.0, "Training cross-entropy", "CE (nats per target token)"),
-        ("routing/picks_changed", 100.0, "Expert picks changed", "picks unlike the stock router's (%)"),
-    )
-    for axis, (key, scale, title, ylabel) in zip(axes, panels, strict=True):
+    """Against step: training CE, its difference to SFT of the same seed on the same batch, and picks changed."""
+    curves = [("Training cross-entropy", "CE (nats per target token)", _metric(records, "train/ce"))]
+    if records.baseline is not None and len(records.labels) > 1:
+        curves.append(
+            ("Training CE minus that of SFT", "CE difference (nats per target token)", _minus_baseline(records))
+        )
+    picks = {name: 100 * curve for name, curve in _metric(records, "routing/picks_changed").items()}
+    curves.append(("Expert picks changed", "picks unlike the stock router's (%)", picks))
+    figure, axes = _panels(theme, len(curves), height=3.3, width=12.0)
+    for axis, (title, ylabel, by_run) in zip(axes, curves, strict=True):
         _describe(axis, theme, title, "optimizer step", ylabel)
         for label, style in _method_styles(records, theme):
-            _curve(axis, [record for record in records.runs if record.label == label], key, scale, label, style)
+            _curve(axis, [curve for (name, _), curve in by_run.items() if name == label], label, style)
     _legend(axes[0], theme)
     return figure
 
 
-def _curve(axis: Axes, runs: Sequence[RunRecord], key: str, scale: float, label: str, style: Style) -> None:
-    curves = [record.metrics.set_index("step")[key] * scale for record in runs if key in record.metrics]
+def _metric(records: RunRecords, key: str) -> dict[tuple[str, int], pd.Series]:
+    """By (label, seed)."""
+    return {
+        (record.label, record.run.seed): pd.Series(list(record.metrics[key]), index=list(record.metrics["step"]))
+        for record in records.runs
+        if key in record.metrics
+    }
+
+
+def _minus_baseline(records: RunRecords) -> dict[tuple[str, int], pd.Series]:
+    curves = _metric(records, "train/ce")
+    return {
+        (label, seed): curve - curves[records.baseline, seed]
+        for (label, seed), curve in curves.items()
+        if label != records.baseline and records.baseline is not None and (records.baseline, seed) in curves
+    }
+
+
+def _curve(axis: Axes, curves: Sequence[pd.Series], label: str, style: Style) -> None:
     if not curves:
         return
     if len(curves) > 1:
         for curve in curves:
-            axis.plot(curve.index, curve, color=style.colour, alpha=0.35, linewidth=0.9)
-    mean = pd.concat(curves, axis=1).mean(axis=1)
-    axis.plot(mean.index, mean, color=style.colour, linewidth=2.0, label=label)
+            axis.plot(list(curve.index), list(curve), color=style.colour, alpha=0.35, linewidth=0.9)
+    mean = sum(curves[1:], curves[0]) / len(curves)
+    axis.plot(list(mean.index), list(mean), color=style.colour, linewidth=2.0, label=label)
 
 
 def held_out_differences(table: pd.DataFrame, theme: Theme) -> Figure:

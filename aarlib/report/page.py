@@ -49,20 +49,23 @@ def write_report(folder: str | Path) -> Written:
 
 def build_report(records: RunRecords) -> Report:
     table, scores = tables.held_out_table(records), tables.score_table(records)
-    display = text.main_display(table, scores)
+    displays = text.held_out_display(table), text.score_display(table, scores)
     context = {
         "title": records.config.name,
         "version": aarlib.__version__,
         "headlines": headlines(table),
         "facts": _facts(records),
-        "main": display,
+        "held_out": displays[0],
+        "scores": displays[1],
         "pictures": _pictures(records, table, scores),
         "scoring": text.frame_display(tables.settings_table(records.scores)) if records.scores is not None else None,
         "sweeps": [(sweep.study, text.sweep_display(tables.sweep_table(sweep))) for sweep in records.sweeps],
         "unfinished": records.unfinished,
         "config": records.config.to_json(),
     }
-    return Report(_template().render(context), _summary(records, table, scores), text.as_text(display))
+    return Report(
+        _template().render(context), _summary(records, table, scores), "\n\n".join(map(text.as_text, displays))
+    )
 
 
 def headlines(table: pd.DataFrame) -> list[str]:
@@ -119,7 +122,8 @@ def _pictures(records: RunRecords, table: pd.DataFrame, scores: pd.DataFrame) ->
         ),
         _picture(
             "Training",
-            "Thick: mean over seeds. Thin: each seed.",
+            "Thick: mean over seeds. Thin: each seed. Methods see the same conversations at the same step, so the "
+            "difference to SFT is paired.",
             lambda theme: figures.training_curves(records, theme),
         ),
     ]

@@ -17,27 +17,43 @@ class Display(NamedTuple):
     """Rows that sum up others: the untouched model and the means over seeds."""
 
 
-def main_display(table: pd.DataFrame, scores: pd.DataFrame) -> Display:
-    """The main table as strings: held-out CE, paired differences with 95% intervals, step-0 CE, task scores, cost."""
-    scored = scores.to_dict("records")
-    tasks = list(dict.fromkeys(row["task"] for row in scored))
-    headers = [
-        *("method", "seed", "held-out CE", "vs untouched [95%]", "vs SFT, same seed [95%]", "step-0 CE"),
-        *(_task_header(scored, task) for task in tasks),
-        *("trainable", "time (s)", "peak (GiB)"),
-    ]
+def held_out_display(table: pd.DataFrame) -> Display:
+    """Held-out CE, paired differences with 95% intervals, step-0 CE."""
+    headers = ("method", "seed", "held-out CE", "vs untouched [95%]", "vs SFT, same seed [95%]", "step-0 CE")
     rows = [
         (
             *(row["label"], row["seed"], plus_minus(row["ce"], row["ce_std"], 4)),
             *(interval(row, name) for name in ("vs_untouched", "vs_sft")),
             number(row["step0_ce"], 4),
+        )
+        for row in table.to_dict("records")
+    ]
+    return Display(headers, tuple(rows), _emphasised(table))
+
+
+def score_display(table: pd.DataFrame, scores: pd.DataFrame) -> Display:
+    """The same models: task scores with their numbers of documents, and what the training cost."""
+    scored = scores.to_dict("records")
+    tasks = list(dict.fromkeys(row["task"] for row in scored))
+    headers = (
+        "method",
+        "seed",
+        *(_task_header(scored, task) for task in tasks),
+        *("trainable", "time (s)", "peak (GiB)"),
+    )
+    rows = [
+        (
+            *(row["label"], row["seed"]),
             *(_task_cell(scored, task, row["label"], row["seed"]) for task in tasks),
             *(number(row["num_trainable"], 0), number(row["wall_s"], 1), number(row["peak_gib"], 2)),
         )
         for row in table.to_dict("records")
     ]
-    emphasised = (table["seed"] == "mean") | (table["label"] == UNTOUCHED)
-    return Display(tuple(headers), tuple(rows), tuple(emphasised))
+    return Display(headers, tuple(rows), _emphasised(table))
+
+
+def _emphasised(table: pd.DataFrame) -> tuple[bool, ...]:
+    return tuple(row["seed"] == "mean" or row["label"] == UNTOUCHED for row in table.to_dict("records"))
 
 
 def sweep_display(trials: pd.DataFrame) -> Display:

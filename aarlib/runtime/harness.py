@@ -123,7 +123,7 @@ _HFLM: Any = HFLM
 
 
 class HarnessLM(_HFLM):
-    """HFLM that ends each row of a batch at its own end token and remembers why each generation stopped.
+    """HFLM that ends each row of a batch at its own end token, remembers why each generation stopped, and is quiet.
 
     HFLM alone goes on with a finished row until the whole batch is done and then drops special tokens from the text, so
     that what follows an end-of-turn token would be taken for part of the answer.
@@ -158,9 +158,18 @@ class HarnessLM(_HFLM):
             return "length"
         return f"token {self.tokenizer.convert_ids_to_tokens(token_ids[end])}"
 
-    def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
+    def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        return super().loglikelihood_rolling(requests, disable_tqdm=True)
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        return super().generate_until(requests, disable_tqdm=True)
+
+    def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None) -> Any:
         self.num_truncated += sum(len(context) + len(rest) > self.max_length + 1 for _, context, rest in requests)
-        return super()._loglikelihood_tokens(requests, *args, **kwargs)
+        return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
 
     def tok_batch_encode(
         self, strings: list[str], *args: Any, left_truncate_len: int | None = None, **kwargs: Any

@@ -13,7 +13,7 @@ from aarlib.report.tables import (
     settings_table,
     sweep_table,
 )
-from aarlib.report.text import as_text, main_display
+from aarlib.report.text import as_text, held_out_display, score_display
 from tests.report.run_folder import held_out, write_run, write_scores, write_sweep
 
 
@@ -72,13 +72,15 @@ def test_scores_show_the_main_metric_with_its_documents(folder):
     assert settings_table(records.scores).iloc[0]["batch size"] == 4
 
 
-def test_the_terminal_table_has_a_row_per_model_and_a_column_per_task(folder):
+def test_the_terminal_tables_have_a_row_per_model_and_a_column_per_task(folder):
     records = read_run(folder)
-    lines = as_text(main_display(held_out_table(records), score_table(records))).splitlines()
-    assert len(lines) == 2 + 7
+    table = held_out_table(records)
+    lines = as_text(held_out_display(table)).splitlines()
+    assert len(lines) == 2 + 7 and max(map(len, lines)) <= 120
+    assert "1.6000 +- 0.1414" in lines[6] and "-0.3000 [" in lines[7]
+    lines = as_text(score_display(table, score_table(records))).splitlines()
     assert "quiz acc (n=80)" in lines[0]
-    assert "1.6000 +- 0.1414" in lines[6] and "0.688 +- 0.088" in lines[6]
-    assert "-0.3000 [" in lines[7] and "0.625" in lines[7]
+    assert "0.688 +- 0.088" in lines[6] and "0.625" in lines[7]
 
 
 def test_a_sweep_keeps_finished_trials_and_names_their_settings(folder):
