@@ -22,16 +22,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(describe(config))
             return 0
         from aarlib.report.records import read_run
-        from aarlib.report.tables import held_out_table
-        from aarlib.report.text import as_text, held_out_display
+        from aarlib.report.tables import held_out_table, score_table
+        from aarlib.report.text import as_text, held_out_display, score_display
         from aarlib.runtime.trainer import train
 
         result = train(config)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    table = held_out_table(read_run(result.folder))
-    print(f"\n{as_text(held_out_display(table))}\n\nrun directory: {result.folder}")
+    records = read_run(result.folder)
+    table = held_out_table(records)
+    print(f"\n{as_text(held_out_display(table))}\n\n{as_text(score_display(table, score_table(records)))}\n")
+    print(f"run directory: {result.folder}")
     if result.tracking is not None:
         print(f"MLflow:        {result.tracking.ui_command()}")
     for problem in result.problems:
