@@ -1,9 +1,7 @@
 """The demo's run directory: fresh when the last demo is finished, the same when it was interrupted; and all of it, small."""
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -90,11 +88,13 @@ def test_the_demo_runs_end_to_end_also_after_a_kill_and_repeats_nothing(tmp_path
     command = [sys.executable, "-c", SMALL, *arguments]
     log = tmp_path / "log"
     with log.open("w") as out:
-        first = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        first = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+    try:
         while not (tmp_path / "nano_demo" / "router_sft-seed0" / "result.json").is_file():
             assert first.poll() is None, log.read_text()
             time.sleep(0.2)
-        os.killpg(first.pid, signal.SIGKILL)
+    finally:
+        first.kill()
         first.wait()
     kept = (tmp_path / "nano_demo" / "router_sft-seed0" / "result.json").stat().st_mtime_ns
     second = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -112,13 +112,14 @@ run_units(numbered(6, sleep=1.0), Squares, out, settings={"log": log}, num_actor
 def test_a_killed_driver_repeats_no_finished_unit(local_ray, tmp_path):
     out, log, units = tmp_path / "out", tmp_path / "log", numbered(6, sleep=1.0)
     address = ray.get_runtime_context().gcs_address
-    driver = subprocess.Popen([sys.executable, "-c", DRIVER, address, str(out), str(log)], start_new_session=True)
-    deadline = time.monotonic() + 60
-    while len(list(out.glob("parts/[!.]*.parquet"))) < 2:
-        assert driver.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
-    driver.kill()
-    driver.wait()
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, address, str(out), str(log)])
+    try:
+        while len(list(out.glob("parts/[!.]*.parquet"))) < 2:
+            assert driver.poll() is None
+            time.sleep(0.1)
+    finally:
+        driver.kill()
+        driver.wait()
     time.sleep(1.5)
     finished = {unit["id"] for unit in units if part_path(out, unit["id"]).is_file()}
     before = started(log)
