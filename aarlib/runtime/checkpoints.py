@@ -23,6 +23,7 @@ class TrainingState(NamedTuple):
     """Name of the (method, seed) run it belongs to."""
     step: int
     """Optimizer steps taken, which is also global batches consumed."""
+    tokens: int
     wall_s: float
     tensors: dict[str, Tensor]
 
@@ -73,7 +74,7 @@ def restore_optimizer(
 
 def save_state(folder: Path, state: TrainingState) -> None:
     save_file(state.tensors, folder / "state.safetensors")
-    progress = {"run": state.run, "step": state.step, "wall_s": state.wall_s}
+    progress = {"run": state.run, "step": state.step, "tokens": state.tokens, "wall_s": state.wall_s}
     write_text_atomically(folder / "progress.json", json.dumps(progress))
 
 

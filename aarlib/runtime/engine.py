@@ -1,5 +1,6 @@
 """A DeepSpeed engine over the trained routing parameters only, and one optimizer step of it."""
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -132,19 +133,28 @@ def train_step(
     lr = learning_rate(setup, step)
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
-    sums: dict[str, float] = {}
+    sums: dict[str, Tensor] = {}
     norm = 0.0
     for index, batch in enumerate(batches):
         terms = engine(batch, step)
         engine.backward(sum(terms.values()) * scale)
         for name, value in terms.items():
-            sums[name] = sums.get(name, 0.0) + float(value.detach())
+            sums[name] = sums.get(name, 0.0) + value.detach()
         if setup.zero_stage == 0 and index == len(batches) - 1:
             norm = gradient_norm(engine.module.trained.parameters())
+            _check_finite(norm, step)
         engine.step()
     if setup.zero_stage > 0:
         norm = float(engine.get_global_grad_norm())
-    return StepStats(sums, norm, lr)
+        _check_finite(norm, step)
+    return StepStats({name: float(value) for name, value in sums.items()}, norm, lr)
+
+
+def _check_finite(norm: float, step: int) -> None:
+    if not math.isfinite(norm):
+        raise ValueError(
+            f"step {step}: the gradient norm is {norm}; lower optim.learning_rate or set optim.max_grad_norm"
+        )
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:

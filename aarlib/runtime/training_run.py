@@ -127,9 +127,9 @@ def _check_same_base(session: Session, path: Path) -> None:
 
 def _train(active: Active, state: TrainingState | None) -> Progress:
     session, setup = active.session, active.setup
-    start, earlier_s = (0, 0.0) if state is None else (state.step, state.wall_s)
+    start, tokens, earlier_s = (0, 0, 0.0) if state is None else (state.step, state.tokens, state.wall_s)
     begun = last_log = time.monotonic()
-    tokens = tokens_logged = 0
+    tokens_logged = tokens
     batches = session.batches(active.run.seed, start)
     for step, batch in zip(range(start, setup.total_steps), batches, strict=False):
         tokens += batch.num_tokens
@@ -148,7 +148,7 @@ def _train(active: Active, state: TrainingState | None) -> Progress:
             wall_s = earlier_s + time.monotonic() - begun
             tensors = capture(active.engine, active.handle.trainable(), setup.zero_stage)
             metrics = {"step": step + 1, **_means(active, stats, batch)}
-            report_checkpoint(session, TrainingState(active.run.name, step + 1, wall_s, tensors), metrics)
+            report_checkpoint(session, TrainingState(active.run.name, step + 1, tokens, wall_s, tensors), metrics)
     return Progress(setup.total_steps, tokens, earlier_s + time.monotonic() - begun)
 
 

@@ -148,7 +148,7 @@ def _stage(model: Any, stage: int, folder: Path) -> dict[str, Any]:
     tensors = capture(whole.engine, whole.named, stage)
     if dist.get_rank() == 0:
         (folder / str(stage)).mkdir()
-        save_state(folder / str(stage), TrainingState("aar-seed0", RESUME_AT, 1.5, tensors))
+        save_state(folder / str(stage), TrainingState("aar-seed0", RESUME_AT, 100, 1.5, tensors))
     dist.barrier()
     norms += whole.steps(RESUME_AT, STEPS)
     values = whole.close()
