@@ -22,8 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from aarlib.runtime.units import UnitsError
 
     try:
+        print(describe(config))
         if arguments.dry_run:
-            print(describe(config))
             return 0
         from aarlib.runtime.cluster import connect
         from aarlib.runtime.evaluation import evaluate, track

@@ -4,7 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from pipelines import evaluate
+
+ray = pytest.importorskip("ray")
 
 HELP = """
 import contextlib, sys
@@ -26,3 +30,4 @@ def test_a_run_without_adapters_is_refused_and_nothing_is_written(tmp_path, caps
         assert evaluate.main([CONFIG, f"--ray.storage={tmp_path}", *flags]) == 2
         assert "holds no adapter; run `python -m pipelines.train`" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+    assert not ray.is_initialized()
