@@ -103,6 +103,7 @@ def run_trial(
     number = tune.get_context().get_trial_id().rpartition("_")[2]
     parent = RunConfig.from_mapping(base)
     config = trial_config(parent, study, params, f"{parent.name}/trials/{number}")
+    connect(config.ray)
     planned = check(config)
     trial_folder = claim(config)
     prepared = shared or prepare(config)
