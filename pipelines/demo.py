@@ -113,8 +113,11 @@ def read_stages(folder: Path) -> dict[str, Any]:
 def check(config: RunConfig) -> str:
     from aarlib.runtime import trainer
     from aarlib.runtime.evaluation import find_tasks
+    from aarlib.runtime.sweep import check_sweep
+    from tune_spaces.aar_window_layers import STUDY as study
 
     trainer.check(config)
+    check_sweep(config, study, STUDY)
     with tempfile.TemporaryDirectory() as folder:
         return ", ".join(find_tasks(config.evaluate, folder).names)
 

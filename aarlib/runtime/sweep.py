@@ -17,7 +17,7 @@ from aarlib.report.records import Sweep, read_run
 from aarlib.report.tables import paired_difference
 from aarlib.runtime import tracking
 from aarlib.runtime.cluster import check_resources, concurrent_groups, connect
-from aarlib.runtime.run_directory import claim
+from aarlib.runtime.run_directory import check_claim, claim
 from aarlib.runtime.tracking import Tracking
 from aarlib.runtime.trainer import Prepared, check, prepare, train_on
 from aarlib.training.config import RunConfig
@@ -64,8 +64,7 @@ def sweep(config: RunConfig, study: Study, name: str) -> SweepResult:
 
     Taken up again, it keeps finished trials and runs the others. A ValueError on bad input comes before any trial starts.
     """
-    base = trial_config(config, study, {}, f"{config.name}-{name}")
-    check(base)
+    base = check_sweep(config, study, name)
     connect(base.ray)
     check_resources(base.ray)
     folder = claim(base)
@@ -81,6 +80,14 @@ def sweep(config: RunConfig, study: Study, name: str) -> SweepResult:
         problems += tracking.finish(tracked, status, {}, files)
     best = grid.get_best_result(METRIC, "min").config or {}
     return SweepResult(folder, Sweep(name, trials), best, tracked, tuple(problems))
+
+
+def check_sweep(config: RunConfig, study: Study, name: str) -> RunConfig:
+    """The sweep's own config, checked without Ray: its data, methods and run directory."""
+    base = trial_config(config, study, {}, f"{config.name}-{name}")
+    check(base)
+    check_claim(base)
+    return base
 
 
 def trial_config(config: RunConfig, study: Study, params: Mapping[str, Any], name: str) -> RunConfig:

@@ -78,6 +78,14 @@ raise SystemExit(demo.main(sys.argv[1:]))
 """
 
 
+def test_a_sweep_folder_of_another_config_is_refused_before_any_training(tmp_path):
+    folder = tmp_path / "nano_demo-window_layers"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"name": "another"}')
+    with pytest.raises(ValueError, match="nano_demo-window_layers exists with another config"):
+        demo.check(config_in(tmp_path))
+
+
 @pytest.mark.slow
 @pytest.mark.ray
 def test_the_demo_runs_end_to_end(tmp_path):
