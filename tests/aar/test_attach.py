@@ -6,6 +6,7 @@ import torch
 from aarlib import identities
 from aarlib.aar.attach import attach_aar
 from aarlib.aar.config import AARConfig, RouterSFTConfig
+from aarlib.moe.anatomy import anatomy
 from aarlib.moe.loading import meta_model
 from tests.tiny import FAMILIES, tiny_config, tiny_inputs, tiny_model
 
@@ -84,7 +85,7 @@ def test_a_seed_gives_the_same_values_and_another_seed_others():
 @families
 def test_attaching_works_on_the_meta_device_with_the_same_names_and_shapes(family):
     model = tiny_model(family)
-    config = AARConfig(layers=identities.anatomy(model).aar_layers[-2:], window=10)
+    config = AARConfig(layers=anatomy(model).aar_layers[-2:], window=10)
     shapes = {name: parameter.shape for name, parameter in attach_aar(model, config).trainable()}
     meta = attach_aar(meta_model(tiny_config(family)), config)
     assert {name: parameter.shape for name, parameter in meta.trainable()} == shapes

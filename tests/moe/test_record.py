@@ -44,7 +44,7 @@ def test_sink_is_the_weight_on_the_first_token(family, padding):
     inputs = tiny_inputs(model, padding=padding)
     with torch.no_grad(), record(model, sink=True) as rec:
         model(**inputs)
-    with torch.no_grad(), identities._eager(model):
+    with torch.no_grad(), identities.eager_attention(model):
         attentions = model(**inputs, output_attentions=True, use_cache=False).attentions
     layers = [layer.index for layer in anatomy(model).layers if layer.attention is not None]
     weights = [item for item in attentions if item is not None]

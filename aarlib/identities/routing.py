@@ -91,7 +91,7 @@ def windows_against_eager(model: Any, window: int, inputs: Inputs, family: Famil
     with torch.no_grad(), record(model, layers, windows=window, family=family) as ours:
         model(**inputs)
     expected: dict[int, Tensor] = {}
-    with _eager(model), torch.no_grad():
+    with eager_attention(model), torch.no_grad():
         removers = [_eager_capture_into(parts.layers[index].attention, window, index, expected) for index in layers]
         model(**inputs)
     for remove in removers:
@@ -200,7 +200,7 @@ def materialised(model: Any, handle: RoutingHandle) -> Iterator[None]:
     handle.enabled = False
     handle.capture = eager_capture
     try:
-        with _eager(model):
+        with eager_attention(model):
             handle.enabled = True
             yield
             handle.enabled = False
@@ -248,7 +248,7 @@ def _eager_capture_into(
 
 
 @contextmanager
-def _eager(model: Any) -> Iterator[None]:
+def eager_attention(model: Any) -> Iterator[None]:
     stock = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
