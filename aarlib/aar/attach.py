@@ -12,7 +12,7 @@ from aarlib.moe.anatomy import Anatomy, LayerAnatomy, anatomy
 from aarlib.moe.attention import CaptureRequest, capture_attention
 from aarlib.moe.dispatch import Selector
 from aarlib.moe.families import Family
-from aarlib.moe.patching import Rank, has_wrapper, wrap_forward
+from aarlib.moe.patching import Rank, has_wrapper, wrap_forward, wrapper_at
 
 Capture = Callable[[nn.Module, CaptureRequest], Callable[[], None]]
 
@@ -72,7 +72,7 @@ class RoutingHandle:
         for index, router in self.routers.items():
             layer = self.anatomy.layers[index]
             assert layer.router is not None
-            self._removers.append(wrap_forward(layer.router, self._around_router(layer, router), Rank.ROUTER))
+            self._removers.append(wrap_forward(layer.router, _RouterPatch(self, layer, router), Rank.ROUTER))
             if router.views:
                 assert layer.attention is not None
                 self._removers.append(self.capture(layer.attention, self._request(index, router.window)))
@@ -85,25 +85,33 @@ class RoutingHandle:
         window_grad = isinstance(self.config, AARConfig) and self.config.window_grad
         return CaptureRequest(window, window_grad=window_grad, sink_index=None, deliver=deliver)
 
-    def _around_router(self, layer: LayerAnatomy, router: AttentionAwareRouter) -> Callable[..., Any]:
-        assert layer.router is not None
-        select = Selector(self.anatomy, layer.router)
-
-        def wrapper(_: Callable[..., Any], hidden: Tensor) -> Any:
-            windows = None
-            if router.views:
-                windows = self._windows.pop(layer.index).flatten(0, 1)
-            logits = router(hidden.reshape(-1, hidden.shape[-1]), windows)
-            return tuple(select(logits, hidden.dtype))
-
-        return wrapper
-
     def _around_decoder(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Windows of a forward that raised must not keep its graph alive."""
         try:
             return inner(*args, **kwargs)
         finally:
             self._windows.clear()
+
+
+class _RouterPatch:
+    """Stands around a stock router: logits of the trained one, selected by the family's own rule."""
+
+    def __init__(self, handle: RoutingHandle, layer: LayerAnatomy, router: AttentionAwareRouter) -> None:
+        assert layer.router is not None
+        self.router = router
+        self._windows, self._layer = handle._windows, layer.index
+        self._select = Selector(handle.anatomy, layer.router)
+
+    def __call__(self, _: Callable[..., Any], hidden: Tensor) -> Any:
+        windows = self._windows.pop(self._layer).flatten(0, 1) if self.router.views else None
+        logits = self.router(hidden.reshape(-1, hidden.shape[-1]), windows)
+        return tuple(self._select(logits, hidden.dtype))
+
+
+def attached_router(stock: nn.Module) -> AttentionAwareRouter | None:
+    """The trained router that stands around the model's router module `stock`, while its handle is enabled."""
+    patch = wrapper_at(stock, Rank.ROUTER)
+    return patch.router if isinstance(patch, _RouterPatch) else None
 
 
 def attach_aar(

@@ -5,7 +5,7 @@ T tokens, D d_model, E num_experts, M window, M_v features of a view.
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -17,6 +17,16 @@ from aarlib.aar.views import view_of, view_size
 from aarlib.moe.dispatch import exact_float32
 
 CLOSED_GATE_BIAS = -4.0
+
+
+class RouterTerms(NamedTuple):
+    """What the logits are made of: g = (1 - mean_v gate_v) * standard + mean_v view_v."""
+
+    standard: Float[Tensor, "T E"]
+    gates: dict[View, Float[Tensor, "T E"]]
+    """alpha_v."""
+    views: dict[View, Float[Tensor, "T E"]]
+    """alpha_v * g_v."""
 
 
 class AttentionAwareRouter(nn.Module):
@@ -66,19 +76,22 @@ class AttentionAwareRouter(nn.Module):
         self, hidden: Float[Tensor, "T D"], windows: Float[Tensor, "T M"] | None = None
     ) -> Float[Tensor, "T E"]:
         with exact_float32(hidden.device):
-            hidden = hidden.float()
-            standard_TE = linear(hidden, self.weight, self.bias)
+            terms = self.terms(hidden, windows)
             if not self.views:
-                return standard_TE
-            assert windows is not None
-            gates, gated = [], []
-            for view in self.views:
-                features = view_of(view, windows)
-                alpha_TE = self._alpha(view, hidden, features)
-                gates.append(alpha_TE)
-                gated.append(alpha_TE * (features @ getattr(self, f"attention_{view}")))
+                return terms.standard
             share = 1 / len(self.views)
-            return (1 - sum(gates) * share) * standard_TE + sum(gated) * share
+            return (1 - sum(terms.gates.values()) * share) * terms.standard + sum(terms.views.values()) * share
+
+    def terms(self, hidden: Float[Tensor, "T D"], windows: Float[Tensor, "T M"] | None) -> RouterTerms:
+        hidden = hidden.float()
+        terms = RouterTerms(linear(hidden, self.weight, self.bias), {}, {})
+        for view in self.views:
+            assert windows is not None
+            features = view_of(view, windows)
+            alpha_TE = self._alpha(view, hidden, features)
+            terms.gates[view] = alpha_TE
+            terms.views[view] = alpha_TE * (features @ getattr(self, f"attention_{view}"))
+        return terms
 
     def _alpha(self, view: View, hidden: Tensor, features: Tensor) -> Tensor:
         gate, bias = getattr(self, f"gate_{view}"), getattr(self, f"gate_bias_{view}", None)

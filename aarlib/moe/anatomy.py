@@ -24,6 +24,10 @@ class LayerAnatomy:
     experts: nn.Module | None
     shared_expert: nn.Module | None
     shared_expert_gate: nn.Module | None
+    output_projection: nn.Module
+    """From the heads of `attention` or `linear_attention` to the residual stream."""
+    dense_mlp: nn.Module | None
+    """Where there is no router."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,11 @@ def _layer_anatomy(index: int, layer: nn.Module, family: Family) -> LayerAnatomy
     attention, linear = part(layer, family.attention), part(layer, family.linear_attention)
     if attention is None and linear is None:
         raise ValueError(f"layer {index} has no attention module at {family.attention!r}")
+    output = part(attention, family.attention_output) or part(linear, family.linear_attention_output)
+    if output is None:
+        raise ValueError(
+            f"layer {index}: the attention module has no {family.attention_output!r}, its output projection"
+        )
     attention_norm, moe_norm = part(layer, family.attention_norm), part(layer, family.moe_norm)
     if attention_norm is None or moe_norm is None:
         raise ValueError(f"layer {index} lacks norm {family.attention_norm!r} or {family.moe_norm!r}")
@@ -116,6 +125,8 @@ def _layer_anatomy(index: int, layer: nn.Module, family: Family) -> LayerAnatomy
         part(block, family.experts),
         part(block, family.shared_expert),
         part(block, family.shared_expert_gate),
+        output,
+        getattr(layer, family.block, None) if block is None else None,
     )
 
 

@@ -18,6 +18,17 @@ MASKED_BY = ("sdpa", "eager")
 """Attention implementations whose masks the capture reads."""
 
 
+class AttentionInputs(NamedTuple):
+    """What one attention call was given; `mask` as attention_with_windows reads it."""
+
+    query: Float[Tensor, "B H Sq Dh"]
+    key: Float[Tensor, "B Hkv Skv Dh"]
+    value: Float[Tensor, "B Hkv Skv Dv"]
+    mask: Tensor | None
+    scale: float
+    sinks: Float[Tensor, " H"] | None
+
+
 class CaptureRequest(NamedTuple):
     """`window`: M, or None for the largest that others ask for. `deliver` gets windows [B,Sq,M] and the sink weight [B,Sq]."""
 
@@ -26,6 +37,7 @@ class CaptureRequest(NamedTuple):
     sink_index: Callable[[int, int], Int[Tensor, "B Sq"]] | None
     """Maps (Sq, Skv) to the key column of each query's document start (-1: none); None: no sink weight."""
     deliver: Callable[[Float[Tensor, "B Sq M"] | None, Float[Tensor, "B Sq"] | None], None]
+    observe: Callable[[AttentionInputs], None] | None = None
 
 
 class _CapturingConfig:
@@ -93,18 +105,22 @@ def _attention_forward(
     requests: list[CaptureRequest] = module.config.requests  # pyright: ignore[reportAttributeAccessIssue, reportAssignmentType]
     num_queries, num_keys = query.shape[2], key.shape[2]
     with_sink = next((request.sink_index for request in requests if request.sink_index is not None), None)
+    mask = None if attention_mask is None else attention_mask[..., :num_keys]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     result = attention_with_windows(
         query,
         key,
         value,
-        mask=None if attention_mask is None else attention_mask[..., :num_keys],
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        mask=mask,
+        scale=scale,
         window=max((request.window for request in requests if request.window is not None), default=None),
         sinks=s_aux,
         sink_index=None if with_sink is None else with_sink(num_queries, num_keys),
         window_grad=any(request.window_grad for request in requests),
     )
     for request in requests:
+        if request.observe is not None:
+            request.observe(AttentionInputs(query, key, value, mask, scale, s_aux))
         request.deliver(_last(result.windows, request), result.sink)
     return result.output.transpose(1, 2).contiguous(), None
 

@@ -39,6 +39,18 @@ class Family:
     """Per-head attention sink logits on the attention module."""
     masks_from_positions: bool = True
     """Whether the model's own code keeps packed documents apart by position_ids."""
+    attention_output: str = "o_proj"
+    """The linear map from the heads' outputs, side by side, to the residual stream; on the attention module."""
+    linear_attention_output: str = "out_proj"
+    output_gate: str | None = None
+    """The projection on the attention module whose second half, head by head and through a sigmoid, gates the heads' outputs."""
+    norm_eps: str = "variance_epsilon"
+    final_norm: str = "norm"
+    """On the decoder."""
+    experts_layout: Literal["out_in", "in_out"] = "out_in"
+    """Of gate_up_proj and down_proj, behind the expert axis; biases are <name>_bias where the experts have them."""
+    experts_glu: Literal["halves", "interleaved_clamped"] = "halves"
+    """`halves`: act(gate) * up; `interleaved_clamped`: gate and up alternate, clamped, (up + 1) * gate * sigmoid(alpha gate)."""
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -58,6 +70,8 @@ FAMILIES: tuple[Family, ...] = (
         linear_attention="linear_attn",
         zero_centred_norm=True,
         renormalises="always",
+        output_gate="q_proj",
+        norm_eps="eps",
     ),
     Family(model_types=("mixtral",), renormalises="always", weights_dtype="float32"),
     Family(model_types=("deepseek_v2",), shared_expert="shared_experts", renormalises="never", weights_dtype="float32"),
@@ -68,6 +82,8 @@ FAMILIES: tuple[Family, ...] = (
         renormalises="always",
         sinks="sinks",
         masks_from_positions=False,
+        experts_layout="in_out",
+        experts_glu="interleaved_clamped",
     ),
 )
 

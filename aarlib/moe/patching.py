@@ -31,9 +31,12 @@ class _WrappedForward:
         self.stock = stock
         self.previous = previous
         self.entries: list[_Entry] = []
+        self.below: Rank | None = None
+        """Only wrappers of lower rank take part, while set."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(len(self.entries) - 1, args, kwargs)
+        taking_part = [entry for entry in self.entries if self.below is None or entry.rank < self.below]
+        return self._call(len(taking_part) - 1, args, kwargs)
 
     def _call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if index < 0:
@@ -69,6 +72,24 @@ def wrap_forward(module: nn.Module, wrapper: Wrapper, rank: Rank) -> Callable[[]
     return remove
 
 
-def has_wrapper(module: nn.Module, rank: Rank) -> bool:
+def wrapper_at(module: nn.Module, rank: Rank) -> Wrapper | None:
+    """The innermost wrapper of `rank` around `module`."""
     wrapped = module.__dict__.get("forward")
-    return isinstance(wrapped, _WrappedForward) and any(entry.rank == rank for entry in wrapped.entries)
+    entries = wrapped.entries if isinstance(wrapped, _WrappedForward) else []
+    return next((entry.wrapper for entry in entries if entry.rank == rank), None)
+
+
+def call_below(module: nn.Module, rank: Rank, *args: Any) -> Any:
+    """Call `module` as a wrapper of `rank` around it sees it: wrappers of that rank and above left out, hooks included."""
+    wrapped = module.__dict__.get("forward")
+    if not isinstance(wrapped, _WrappedForward):
+        return module(*args)
+    before, wrapped.below = wrapped.below, rank
+    try:
+        return module(*args)
+    finally:
+        wrapped.below = before
+
+
+def has_wrapper(module: nn.Module, rank: Rank) -> bool:
+    return wrapper_at(module, rank) is not None
