@@ -1,6 +1,6 @@
 # make demo | make test | make check. Everything lives in ./.venv, remade only where pyproject.toml has changed.
 #   PYTHON=...        the interpreter that makes the environment (3.11 or 3.12)
-#   PYTEST_ARGS=...   more arguments for pytest, e.g. PYTEST_ARGS='tests/moe -x'
+#   PYTEST_ARGS=...   more arguments for pytest, e.g. PYTEST_ARGS='tests/moe -x', or '-n 0' for one process
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -47,7 +47,7 @@ demo: venv
 	$(BIN)/python -m pipelines.demo
 
 test: venv
-	$(BIN)/python -m pytest -m 'not gpu' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m 'not gpu' -n 2 --dist loadgroup $(PYTEST_ARGS)
 
 check: venv
 	$(BIN)/ruff check .

@@ -31,6 +31,14 @@ RAY_ENVIRONMENT = {
 skip_reasons: set[str] = set()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with Ray first and on one process (pytest-xdist's loadgroup): they wait more than they compute."""
+    for item in items:
+        if item.get_closest_marker("ray"):
+            item.add_marker(pytest.mark.xdist_group("ray"))
+    items.sort(key=lambda item: item.get_closest_marker("ray") is None)
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of real data: $AARLIB_DATA, else ../shared/data beside the repository."""
@@ -71,6 +79,8 @@ def _collect_skip(report: Any) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):
+        return  # the process that started the workers sees every report
     if bad := unexplained(skip_reasons, read_allowed()):
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
         assert reporter is not None

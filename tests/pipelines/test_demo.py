@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from aarlib.runtime import tracking
 from aarlib.runtime.run_directory import claim
 from aarlib.training.config import RunConfig
 from pipelines import demo
@@ -73,7 +74,7 @@ from ray import tune
 from aarlib.runtime.sweep import Study
 import tune_spaces.aar_window_layers as space
 from pipelines import demo
-space.STUDY = Study(space={"method.aar.window": tune.grid_search([4])}, fixed={"ray.num_workers": 1, "optim.max_steps": 1})
+space.STUDY = Study(space={"method.aar.window": tune.grid_search([4, 16])}, fixed={"ray.num_workers": 1, "optim.max_steps": 1})
 raise SystemExit(demo.main(sys.argv[1:]))
 """
 
@@ -99,9 +100,27 @@ def test_the_demo_runs_end_to_end(tmp_path):
     summary = json.loads((folder / "summary.json").read_text())
     assert [row["label"] for row in summary["held_out"]] == ["untouched", "router_sft", "aar_t", "aar"]
     assert len(summary["scores"]) == 4 and all(row["num_documents"] == 6 for row in summary["scores"])
-    assert len(summary["sweeps"][demo.STUDY]) == 1 and not summary["unfinished"]
+    assert not summary["unfinished"]
     assert set(summary["stages"]["wall_s"]) == {"check", "train", "sweep", "evaluate"}
     assert summary["stages"]["peak_gib"] > 0.5
     assert str(folder / "report.html") in done.stdout
     assert re.search(r"mlflow ui --backend-store-uri sqlite:///\S+ --host 127.0.0.1", done.stdout)
     assert demo.next_config(config_in(tmp_path)).name == "nano_demo_2"
+    assert len(summary["sweeps"][demo.STUDY]) == 2
+    check_sweep(tmp_path)
+
+
+def check_sweep(tmp_path):
+    folder = tmp_path / f"nano_demo-{demo.STUDY}"
+    trials = json.loads((folder / "results.json").read_text())
+    assert [row["status"] for row in trials] == ["finished"] * 2
+    assert sorted(row["method.aar.window"] for row in trials) == [4, 16]
+    assert trials[0]["held_out_ce"] <= trials[1]["held_out_ce"]
+    assert sorted(path.name for path in (folder / "trials").iterdir()) == ["00000", "00001"]
+    client = tracking._client(tracking.tracking_uri(config_in(tmp_path)))
+    experiment = client.get_experiment_by_name("nano_demo")
+    runs = client.search_runs([experiment.experiment_id])
+    parents = {run.info.run_id: run.info.run_name for run in runs if "mlflow.parentRunId" not in run.data.tags}
+    assert sorted(parents.values()) == ["nano_demo", folder.name]
+    nested = [run for run in runs if parents.get(run.data.tags.get("mlflow.parentRunId", "")) == folder.name]
+    assert [run.info.status for run in nested] == ["FINISHED"] * 2

@@ -96,7 +96,7 @@ def test_targets_were_uneven(bench: Bench, two_workers: TrainingResult) -> None:
     counts = []
     for line in lines(two_workers, "rows.jsonl"):
         batch = [rows[row_id] for row_id in line["row_ids"]]
-        shares = [micro_batches(batch, rank, 2, 2, 1)[0] for rank in range(2)]
+        shares = [micro_batches(batch, rank, 2, 2)[0] for rank in range(2)]
         counts.append(tuple(sum(row.num_targets for row in share) for share in shares))
     assert len(counts) == 10 and all(first != second for first, second in counts)
     assert any(0 in pair for pair in counts)
@@ -185,27 +185,3 @@ def test_a_model_whose_routers_get_no_gradient_is_refused(bench: Bench, tmp_path
     model = save_model(tmp_path / "top1", num_experts_per_tok=1, norm_topk_prob=True)
     with pytest.raises(ValueError, match="no gradient reaches the router"):
         train(bench.config("top1", **{"model.name": str(model)}))
-
-
-def test_a_sweep_of_two_trials(bench: Bench) -> None:
-    from ray import tune
-
-    from aarlib.runtime.sweep import Study, sweep
-
-    study = Study(
-        space={"method.aar.window": tune.grid_search([2, 8])},
-        fixed={"ray.num_workers": 1, "optim.max_steps": 3},
-    )
-    result = sweep(bench.config("swept"), study, "window")
-    trials = result.sweep.trials
-    assert trials["status"].tolist() == ["finished"] * 2 and sorted(trials["method.aar.window"]) == [2, 8]
-    assert trials["held_out_ce"].is_monotonic_increasing
-    assert result.best["method.aar.window"] == trials["method.aar.window"][0]
-    stored = json.loads((result.folder / "results.json").read_text())
-    assert [row["trial"] for row in stored] == trials["trial"].tolist()
-    client = tracking._client(result.tracking.uri)
-    nested = client.search_runs(
-        [result.tracking.experiment_id], f"tags.mlflow.parentRunId = '{result.tracking.parent}'"
-    )
-    assert [run.info.status for run in nested] == ["FINISHED"] * 2
-    assert sorted(path.name for path in (result.folder / "trials").iterdir()) == ["00000", "00001"]
