@@ -1,5 +1,11 @@
 """Every golden identity as a function that returns its measured error; tests and `pipelines.doctor` both call it."""
 
+from aarlib.identities.fdaa import FixedDispatch as FixedDispatch
+from aarlib.identities.fdaa import attach_random_head as attach_random_head
+from aarlib.identities.fdaa import fixed_dispatch as fixed_dispatch
+from aarlib.identities.fdaa import head_bite as head_bite
+from aarlib.identities.fdaa import randomise_head as randomise_head
+from aarlib.identities.fdaa import step0_against_stock as step0_against_stock
 from aarlib.identities.routing import Bite as Bite
 from aarlib.identities.routing import batch_against_single as batch_against_single
 from aarlib.identities.routing import bite as bite

@@ -1,0 +1,217 @@
+"""Attach an aggregation head to a frozen model. Selection, expert outputs and mass stay; only the weights change.
+
+Around the router (outside any trained one): u from the family's experts, s from the head, w' = M q; around the experts: sum_j w'_j u_j
+of the same u, so that no expert runs twice. What records or intervenes on the router sees w'.
+T tokens, D d_model, K top_k.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from aarlib.audit.actions import check_freedom
+from aarlib.audit.head import AggregationHead, Mask, aggregate
+from aarlib.fdaa.config import FDAAConfig, StaticCalibratorConfig
+from aarlib.fdaa.controls import StaticCalibrator, permuted_scores
+from aarlib.moe.anatomy import Anatomy, LayerAnatomy, anatomy
+from aarlib.moe.dispatch import RouterOutput, exact_float32, expert_outputs
+from aarlib.moe.families import Family
+from aarlib.moe.patching import Rank, call_below, has_wrapper, wrap_forward
+
+
+class Scored(NamedTuple):
+    """What the head did at one layer: native weights [T, K] and scores [T, K], float32, with their graph."""
+
+    weights: Tensor
+    scores: Tensor
+
+
+class Evaluated(NamedTuple):
+    """The router's own output at a layer, and the outputs u [T, K, D] of the experts it selected."""
+
+    native: RouterOutput
+    outputs: Tensor
+
+
+class AggregationHandle:
+    """What attach_fdaa returns: owns the float32 head and the patches that put it to work.
+
+    `enabled` switches between patched and stock, bit for bit; `detach()` gives the stock model back for good. `acting` names the
+    layers at which the head acts in the next forwards (all of its layers, unless set).
+    """
+
+    def __init__(
+        self,
+        parts: Anatomy,
+        config: FDAAConfig | StaticCalibratorConfig,
+        head: AggregationHead | StaticCalibrator,
+    ) -> None:
+        self.anatomy = parts
+        self.config = config
+        self.head = head
+        self.module = nn.ModuleDict({"head": head})
+        self.layers = config.layers
+        self.acting: Collection[int] = config.layers
+        self.masked: Collection[Mask] = ()
+        """Projected features zeroed in the next forwards: inference-time feature masks."""
+        self.permutation: Tensor | None = None
+        """[B, S]: positions whose score vectors the next forward uses, a control."""
+        self.known: dict[int, Evaluated] = {}
+        """Layers whose router and experts need not run again (training/prefix.py)."""
+        self._scored: dict[int, Scored] | None = None
+        self._pending: dict[int, _Pending] = {}
+        self._shape: tuple[int, int] = (0, 0)
+        self._removers: list[Callable[[], None]] = []
+        self._detached = False
+        self.enabled = True
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self._removers)
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        if value and self._detached:
+            raise ValueError("this handle is detached; attach again")
+        if value and not self._removers:
+            self._install()
+        elif not value:
+            for remove in self._removers:
+                remove()
+            self._removers.clear()
+            self._pending.clear()
+
+    def detach(self) -> None:
+        """Give the stock model back. The handle keeps its parameters (they can still be saved), but cannot be enabled again."""
+        self.enabled = False
+        self._detached = True
+
+    def trainable(self) -> list[tuple[str, nn.Parameter]]:
+        """(name, parameter) pairs, named `head.<parameter>`."""
+        return [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+
+    @property
+    def num_trainable(self) -> int:
+        return sum(getattr(parameter, "ds_numel", parameter.numel()) for _, parameter in self.trainable())
+
+    @contextmanager
+    def scoring(self) -> Iterator[dict[int, Scored]]:
+        """Inside, the forwards leave weights and scores of each acting layer in the dict it yields."""
+        self._scored = {}
+        try:
+            yield self._scored
+        finally:
+            self._scored = None
+
+    def _install(self) -> None:
+        layers = [self.anatomy.layers[index] for index in self.layers]
+        taken = [layer.index for layer in layers if layer.router and has_wrapper(layer.router, Rank.AGGREGATION)]
+        if taken:
+            raise ValueError(
+                f"layers {taken}: another aggregation head is enabled there; disable or detach() that handle first"
+            )
+        self._removers.append(wrap_forward(self.anatomy.decoder, self._around_decoder, Rank.AGGREGATION))
+        for layer in layers:
+            assert layer.router is not None and layer.experts is not None
+            self._removers.append(wrap_forward(layer.router, self._around_router(layer), Rank.AGGREGATION))
+            self._removers.append(wrap_forward(layer.experts, self._around_experts(layer), Rank.AGGREGATION))
+
+    def _around_decoder(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Expert outputs of a forward that raised must not keep its graph alive."""
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        tokens = kwargs["inputs_embeds"] if tokens is None else tokens
+        self._shape = (tokens.shape[0], tokens.shape[1])
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            self._pending.clear()
+
+    def _around_router(self, layer: LayerAnatomy) -> Callable[..., Any]:
+        def wrapper(inner: Callable[..., Any], hidden: Tensor) -> Any:
+            if layer.index not in self.acting:
+                return inner(hidden)
+            rows = hidden.reshape(-1, hidden.shape[-1])
+            native, outputs = self.known.get(layer.index) or self._evaluate(layer, inner, hidden)
+            scores = self._scores(layer.index, rows, outputs, native)
+            weights = aggregate(native.weights, scores)
+            if self._scored is not None:
+                self._scored[layer.index] = Scored(native.weights.float(), scores)
+            self._pending[layer.index] = _Pending(native.expert_ids, outputs, native.weights.dtype)
+            return native.router_logits, weights, native.expert_ids
+
+        return wrapper
+
+    def _evaluate(self, layer: LayerAnatomy, router: Callable[..., Any], hidden: Tensor) -> Evaluated:
+        native = RouterOutput(*router(hidden))
+        experts = layer.experts
+        assert experts is not None
+
+        def call(*args: Tensor) -> Tensor:
+            return call_below(experts, Rank.AGGREGATION, *args)
+
+        return Evaluated(native, expert_outputs(call, hidden.reshape(-1, hidden.shape[-1]), native.expert_ids))
+
+    def _scores(self, layer: int, hidden: Tensor, outputs: Tensor, native: RouterOutput) -> Tensor:
+        scores = self.head(hidden, outputs, native.weights, native.expert_ids, layer, masked=self.masked)
+        if self.permutation is None:
+            return scores
+        rows = (native.weights.unflatten(0, self._shape), scores.unflatten(0, self._shape))
+        return permuted_scores(*rows, self.permutation).flatten(0, 1)
+
+    def _around_experts(self, layer: LayerAnatomy) -> Callable[..., Any]:
+        def wrapper(inner: Callable[..., Any], hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Any:
+            pending = self._pending.get(layer.index)
+            if pending is None:
+                return inner(hidden, expert_ids, weights)
+            if expert_ids is not pending.expert_ids:
+                return inner(hidden, expert_ids, weights.to(pending.weights_dtype))
+            del self._pending[layer.index]
+            return weighted_sum(weights, pending.outputs)
+
+        return wrapper
+
+
+class _Pending(NamedTuple):
+    """Expert outputs on their way from the router's wrapper to the experts' one."""
+
+    expert_ids: Tensor
+    outputs: Tensor
+    weights_dtype: torch.dtype
+
+
+def weighted_sum(weights_TK: Tensor, outputs_TKD: Tensor) -> Tensor:
+    """m_t = sum_j w_j u_j, summed in float32, in the dtype of u."""
+    with exact_float32(outputs_TKD.device):
+        total_T1D = torch.bmm(weights_TK.float().unsqueeze(1), outputs_TKD.float())
+    return total_T1D.squeeze(1).to(outputs_TKD.dtype)
+
+
+def attach_fdaa(
+    model: nn.Module, config: FDAAConfig | StaticCalibratorConfig, seed: int = 0, family: Family | None = None
+) -> AggregationHandle:
+    """Attach a learned aggregation head, or the static calibrator, to `model`, which may carry attention-aware routers.
+
+    `seed` draws the head. Works on a meta-device model. Raises ValueError for a layer without router, top_k = 1 (no freedom), and
+    a layer where another head is enabled.
+    """
+    parts = anatomy(model, family)
+    check_freedom(parts.top_k)
+    routers = [parts.moe_layer(index).router for index in config.layers]
+    assert routers[0] is not None
+    device = routers[0].get_parameter("weight").device
+    if isinstance(config, FDAAConfig):
+        head = AggregationHead(
+            parts.hidden_size,
+            parts.num_experts,
+            config.layers,
+            projection_size=config.projection_size,
+            hidden_size=config.hidden_size,
+            seed=seed,
+            device=device,
+        )
+    else:
+        head = StaticCalibrator(parts.num_experts, config.layers, device)
+    return AggregationHandle(parts, config, head)
