@@ -9,13 +9,14 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
-from aarlib.training.config import RunConfig
+from aarlib.training.config import RunConfig, TrackingConfig
 
 logger = logging.getLogger("aarlib")
 
@@ -46,9 +47,11 @@ class Tracking(NamedTuple):
 
 
 def tracking_uri(config: RunConfig) -> str:
-    if config.tracking.uri is not None:
-        return config.tracking.uri
-    return f"sqlite:///{Path(config.ray.storage).expanduser().resolve() / 'mlflow.db'}"
+    return _uri(config.tracking, config.ray.storage)
+
+
+def _uri(settings: TrackingConfig, storage: str | Path) -> str:
+    return settings.uri or f"sqlite:///{Path(storage).expanduser().resolve() / 'mlflow.db'}"
 
 
 def start(config: RunConfig, folder: Path, with_children: bool = True) -> Tracking:
@@ -91,6 +94,31 @@ def finish(tracking: Tracking, status: str, children: Mapping[str, str], artifac
     return problems
 
 
+@contextmanager
+def single_run(
+    settings: TrackingConfig, storage: str | Path, folder: Path, params: Mapping[str, Any]
+) -> Iterator["RunLogger"]:
+    """One run without children for work that is no RunConfig, named after `folder`; a run that raises ends as FAILED."""
+    problems: list[str] = []
+    uri = _uri(settings, storage)
+
+    def begin() -> Tracking:
+        client = _client(uri)
+        experiment_id = _experiment(client, settings, storage)
+        _close_abandoned(client, experiment_id)
+        run = client.create_run(experiment_id, run_name=settings.run_name or folder.name, tags=_tags(folder, None))
+        _log_params(client, run.info.run_id, params)
+        return Tracking(uri, experiment_id, run.info.run_id, {folder.name: run.info.run_id})
+
+    tracking = _attempt(begin, problems) or Tracking(uri, "", None, {})
+    status = FAILED
+    try:
+        yield RunLogger(tracking, folder.name)
+        status = FINISHED
+    finally:
+        finish(tracking, status, {folder.name: status})
+
+
 class RunLogger:
     """Metrics of one child run, from rank 0 of its workers."""
 
@@ -127,7 +155,7 @@ def _record_scores(config: RunConfig, folder: Path, scores: Mapping[str, Mapping
     from mlflow.entities import Metric
 
     client = _client(tracking_uri(config))
-    experiment_id = _experiment(client, config)
+    experiment_id = _experiment(client, config.tracking, config.ray.storage)
     parent = _latest(client, experiment_id, folder)
     now = int(time.time() * 1000)
     for name, metrics in scores.items():
@@ -148,7 +176,7 @@ def _latest(client: Any, experiment_id: str, folder: Path) -> str | None:
 
 def _start(config: RunConfig, folder: Path, uri: str, with_children: bool) -> Tracking:
     client = _client(uri)
-    experiment_id = _experiment(client, config)
+    experiment_id = _experiment(client, config.tracking, config.ray.storage)
     _close_abandoned(client, experiment_id)
     name = config.tracking.run_name or config.name
     parent = client.create_run(experiment_id, run_name=name, tags=_tags(folder, None)).info.run_id
@@ -177,14 +205,14 @@ def _client(uri: str) -> Any:
     return MlflowClient(tracking_uri=uri)
 
 
-def _experiment(client: Any, config: RunConfig) -> str:
-    found = client.get_experiment_by_name(config.tracking.experiment)
+def _experiment(client: Any, settings: TrackingConfig, storage: str | Path) -> str:
+    found = client.get_experiment_by_name(settings.experiment)
     if found is not None:
         return found.experiment_id
     location = None
-    if config.tracking.uri is None:
-        location = (Path(config.ray.storage).expanduser().resolve() / "mlflow_artifacts").as_uri()
-    return client.create_experiment(config.tracking.experiment, artifact_location=location)
+    if settings.uri is None:
+        location = (Path(storage).expanduser().resolve() / "mlflow_artifacts").as_uri()
+    return client.create_experiment(settings.experiment, artifact_location=location)
 
 
 def _tags(folder: Path, parent: str | None) -> dict[str, str]:

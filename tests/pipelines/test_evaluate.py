@@ -8,7 +8,7 @@ import pytest
 
 from pipelines import evaluate
 
-ray = pytest.importorskip("ray")
+pytest.importorskip("ray")
 
 HELP = """
 import contextlib, sys
@@ -25,9 +25,18 @@ def test_help_loads_nothing_heavy():
     assert result.returncode == 0, result.stderr
 
 
-def test_a_run_without_adapters_is_refused_and_nothing_is_written(tmp_path, capsys):
-    for flags in ([], ["--dry-run"]):
-        assert evaluate.main([CONFIG, f"--ray.storage={tmp_path}", *flags]) == 2
-        assert "holds no adapter; run `python -m pipelines.train`" in capsys.readouterr().err
+REFUSED = """
+import sys
+from pipelines import evaluate
+codes = [evaluate.main([*sys.argv[1:], *flags]) for flags in ([], ["--dry-run"])]
+ray = sys.modules.get("ray")
+sys.exit(f"{codes}, Ray started" if codes != [2, 2] or (ray and ray.is_initialized()) else 0)
+"""
+
+
+def test_a_run_without_adapters_is_refused_and_nothing_is_written(tmp_path):
+    command = [sys.executable, "-c", REFUSED, CONFIG, f"--ray.storage={tmp_path}"]
+    result = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("holds no adapter; run `python -m pipelines.train`") == 2
     assert not list(tmp_path.iterdir())
-    assert not ray.is_initialized()
