@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from aarlib.data.conversations import Conversation as Conversation
     from aarlib.data.conversations import ReadReport as ReadReport
     from aarlib.data.conversations import read_conversations as read_conversations
+    from aarlib.data.packing import collate_packed as collate_packed
+    from aarlib.data.packing import pack as pack
     from aarlib.data.sampling import in_fraction as in_fraction
     from aarlib.data.sampling import row_hash as row_hash
     from aarlib.data.sources import expand_sources as expand_sources
@@ -28,9 +30,11 @@ __getattr__, __dir__ = lazy_attributes(
         "collate": "aarlib.data.chat",
         "encode": "aarlib.data.chat",
         "render_targets": "aarlib.data.chat",
+        "pack": "aarlib.data.packing",
+        "collate_packed": "aarlib.data.packing",
         "in_fraction": "aarlib.data.sampling",
         "row_hash": "aarlib.data.sampling",
         "expand_sources": "aarlib.data.sources",
     },
-    submodules=("chat", "conversations", "sampling", "sources", "targets"),
+    submodules=("chat", "conversations", "packing", "sampling", "sources", "targets"),
 )

@@ -38,6 +38,8 @@ class Encoded(NamedTuple):
     target_mask: list[bool]
     """True where the token is assistant text or its end-of-turn token (not shifted)."""
     truncated: bool
+    documents: tuple[int, ...] = ()
+    """Token counts of the documents in a packed row; empty for a row that is one document."""
 
     @property
     def num_targets(self) -> int:

@@ -7,7 +7,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from aarlib.moe.anatomy import anatomy
+from aarlib.moe.anatomy import Anatomy, anatomy
 from aarlib.moe.families import Family
 
 
@@ -20,11 +20,7 @@ def packed_inputs(
     ValueError for models with linear-attention layers, whose state would run from one document into the next.
     """
     parts = anatomy(model, family)
-    linear = [layer.index for layer in parts.layers if layer.linear_attention is not None]
-    if linear:
-        raise ValueError(
-            f"packing: layers {linear} are linear attention, whose state crosses documents; train without packing"
-        )
+    check_packing(parts)
     arguments: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
     if parts.family.masks_from_positions:
         return arguments
@@ -37,3 +33,12 @@ def packed_inputs(
         "sliding_attention": create_sliding_window_causal_mask(*shared),
     }
     return {**arguments, "attention_mask": masks}
+
+
+def check_packing(parts: Anatomy) -> None:
+    """A ValueError for models that cannot keep the documents of a row apart."""
+    linear = [layer.index for layer in parts.layers if layer.linear_attention is not None]
+    if linear:
+        raise ValueError(
+            f"packing: layers {linear} are linear attention, whose state crosses documents; train without packing"
+        )

@@ -45,10 +45,8 @@ def steps_per_epoch(num_rows: int, global_batch: int) -> int:
     return math.ceil(num_rows / global_batch)
 
 
-def micro_batches(
-    rows: Sequence[Encoded], rank: int, world_size: int, micro_batch: int, num_micro_batches: int
-) -> list[list[Encoded]]:
-    """The worker's share of a global batch in exactly `num_micro_batches` lists of at most `micro_batch` rows.
+def micro_batches(rows: Sequence[Encoded], rank: int, world_size: int, micro_batch: int) -> list[list[Encoded]]:
+    """The worker's share of a global batch in lists of at most `micro_batch` rows, as many lists on every worker.
 
     Rows are dealt in order of length, so workers get equal work and micro-batches little padding. Where rows run out, a
     micro-batch is one row stripped of its targets: it contributes 0 and keeps the workers' collectives in step.
@@ -56,12 +54,12 @@ def micro_batches(
     by_length = sorted(rows, key=lambda row: (-len(row.input_ids), row.row_id))
     mine = by_length[rank::world_size]
     parts = [mine[start : start + micro_batch] for start in range(0, len(mine), micro_batch)]
-    if len(parts) > num_micro_batches:
-        raise ValueError(
-            f"{len(rows)} rows do not fit {world_size} workers x {num_micro_batches} micro-batches of {micro_batch}"
-        )
     filler = [without_targets(by_length[-1])]
-    return parts + [filler] * (num_micro_batches - len(parts))
+    return parts + [filler] * (num_micro_batches(len(rows), world_size, micro_batch) - len(parts))
+
+
+def num_micro_batches(num_rows: int, world_size: int, micro_batch: int) -> int:
+    return math.ceil(math.ceil(num_rows / world_size) / micro_batch)
 
 
 def without_targets(row: Encoded) -> Encoded:

@@ -1,6 +1,14 @@
-"""Checkpoints that any number of workers can resume: trained tensors whole, AdamW's state, and the steps consumed."""
+"""Checkpoints that any number of workers can resume: trained tensors whole, AdamW's state, and the steps consumed.
 
+They lie in the run directory and not with Ray Train, whose own record of its checkpoints is lost when a crash hits while it is
+written: a new driver, another Ray cluster and another number of workers find them by name. The last two are kept.
+"""
+
+import hashlib
 import json
+import logging
+import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,10 +17,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from aarlib.config import write_text_atomically
 from aarlib.runtime.sharding import gathered
 
+logger = logging.getLogger("aarlib")
+
 STATES = ("exp_avg", "exp_avg_sq")
+FOLDER, TENSORS, PROGRESS = "checkpoints", "state.safetensors", "progress.json"
+NUM_KEPT = 2
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
@@ -72,15 +83,57 @@ def restore_optimizer(
         values["step"] = torch.full_like(values["step"], float(state.step))
 
 
-def save_state(folder: Path, state: TrainingState) -> None:
-    save_file(state.tensors, folder / "state.safetensors")
-    progress = {"run": state.run, "step": state.step, "tokens": state.tokens, "wall_s": state.wall_s}
-    write_text_atomically(folder / "progress.json", json.dumps(progress))
+def save_state(run_folder: Path, state: TrainingState) -> Path:
+    """Write `checkpoints/step-<step>` under a temporary name, sync it to disk, rename it; then drop the oldest."""
+    folder = run_folder / FOLDER
+    final = folder / f"step-{state.step:09d}"
+    temporary = folder / f".{final.name}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        save_file(state.tensors, temporary / TENSORS)
+        progress = {**state._asdict(), "sha256": _sha256(temporary / TENSORS)}
+        del progress["tensors"]
+        (temporary / PROGRESS).write_text(json.dumps(progress), encoding="utf-8")
+        for path in temporary.iterdir():
+            _sync(path)
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(temporary, final)
+        _sync(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    for old in checkpoints(run_folder)[:-NUM_KEPT]:
+        shutil.rmtree(old)
+    return final
 
 
-def read_state(folder: Path) -> TrainingState:
-    progress = json.loads((folder / "progress.json").read_text(encoding="utf-8"))
-    return TrainingState(**progress, tensors=load_file(folder / "state.safetensors"))
+def read_state(checkpoint: Path) -> TrainingState:
+    """A ValueError where the checkpoint is not whole."""
+    try:
+        progress = json.loads((checkpoint / PROGRESS).read_text(encoding="utf-8"))
+        expected = progress.pop("sha256")
+        if _sha256(checkpoint / TENSORS) != expected:
+            raise ValueError(f"the hash of {TENSORS} is not the recorded one")
+        return TrainingState(**progress, tensors=load_file(checkpoint / TENSORS))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"checkpoint {checkpoint} is torn ({error}); remove it to resume from an earlier one"
+        ) from error
+
+
+def latest_state(run_folder: Path) -> TrainingState | None:
+    """The newest whole checkpoint of a run; None where there is none. Torn ones are reported and passed over."""
+    for checkpoint in reversed(checkpoints(run_folder)):
+        try:
+            return read_state(checkpoint)
+        except ValueError as error:
+            logger.warning("%s", error)
+    return None
+
+
+def checkpoints(run_folder: Path) -> list[Path]:
+    """Oldest first; unfinished ones have another name."""
+    return sorted((run_folder / FOLDER).glob("step-*"))
 
 
 def whole_values(named: NamedParameters) -> dict[str, Tensor]:
@@ -94,3 +147,17 @@ def whole_values(named: NamedParameters) -> dict[str, Tensor]:
 
 def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """To disk, so that a rename never outlives what it names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

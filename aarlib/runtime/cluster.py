@@ -41,9 +41,10 @@ def connect(config: RayConfig) -> None:
 
 
 def needed(config: RayConfig) -> dict[str, float]:
-    """Resources of one worker group."""
-    resources = {"CPU": config.cpus_per_worker * config.num_workers}
-    return {**resources, "GPU": float(config.num_workers)} if config.use_gpu else resources
+    """Resources of one worker group, of the smallest where it is elastic."""
+    workers = config.min_workers or config.num_workers
+    resources = {"CPU": config.cpus_per_worker * workers}
+    return {**resources, "GPU": float(workers)} if config.use_gpu else resources
 
 
 def check_resources(config: RayConfig) -> None:
@@ -77,5 +78,6 @@ def user_error(error: BaseException) -> BaseException:
     while seen is not None:
         if type(seen) is ValueError:
             return ValueError(str(seen))
-        seen = getattr(seen, "cause", None) or getattr(seen, "_base_exc", None) or seen.__cause__
+        inner = (getattr(seen, name, None) for name in ("cause", "_base_exc", "controller_failure", "__cause__"))
+        seen = next((error for error in inner if error is not None), None)
     return error

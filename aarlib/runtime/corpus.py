@@ -6,18 +6,19 @@ for any number of workers, files or blocks. The driver holds block references on
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import ray.data
 from ray.data.dataset import Dataset, MaterializedDataset
 from ray.exceptions import RayTaskError
 
 from aarlib.data.chat import Conversation, Encoded, encode
-from aarlib.data.conversations import OnBadRow
+from aarlib.data.conversations import OnBadRow, ReadReport
 from aarlib.data.sampling import in_fraction, row_hash
 from aarlib.data.sources import expand_sources
 from aarlib.runtime.cluster import user_error
@@ -26,18 +27,30 @@ from aarlib.training.config import DataConfig, ModelConfig
 logger = logging.getLogger("aarlib")
 
 ROWS_PER_BLOCK = 1024
-TOTALS = ("rows", "train", "train_targets", "truncated")
+TOTALS = ("rows", "train", "train_targets", "truncated", "skipped")
+EXAMPLES_KEPT = 5
+MIXTURE = "mixture"
+NO_ROW = Encoded("", [], [], False)
 
 
 class Corpus(NamedTuple):
     encoded: MaterializedDataset
-    """Every sampled row: row_id, input_ids, target_mask, num_targets, truncated, held_out; in order of the sources."""
+    """Every sampled row: row_id, input_ids, target_mask, num_targets, truncated, held_out, pattern (index in data.train), and for
+    a row that was skipped only `problem`; in order of the sources."""
     held_out: MaterializedDataset
     """The held-out rows with targets, ordered by hash."""
     num_train: int
     num_held_out: int
     num_train_targets: int
     num_truncated: int
+    num_skipped: int = 0
+    skipped: tuple[str, ...] = ()
+    """The first few reasons, each with file and line where it has them."""
+
+    def record(self) -> dict[str, Any]:
+        """For the run directory: what was trained and evaluated on."""
+        counts = {name: value for name, value in self._asdict().items() if name.startswith("num_")}
+        return {**counts, "skipped": list(self.skipped)}
 
 
 def find_sources(train: tuple[str, ...]) -> list[str]:
@@ -55,6 +68,8 @@ def build_corpus(model: ModelConfig, data: DataConfig) -> Corpus:
         encoded = _encoded(model, data).materialize()
     except RayTaskError as error:
         raise user_error(error) from error
+    if data.proportions is not None:
+        encoded = _map(encoded, _in_mixture, largest=_mixture(encoded, data)).materialize()
     blocks = _map(encoded, _totals).take_all()
     totals = {name: sum(int(block[name]) for block in blocks) for name in TOTALS}
     if totals["rows"] == 0:
@@ -65,8 +80,13 @@ def build_corpus(model: ModelConfig, data: DataConfig) -> Corpus:
     if data.max_held_out is not None:
         held_out = held_out.limit(data.max_held_out)
     held_out = held_out.materialize()
-    corpus = Corpus(encoded, held_out, totals["train"], held_out.count(), totals["train_targets"], totals["truncated"])
+    corpus = Corpus(
+        encoded, held_out, totals["train"], held_out.count(), totals["train_targets"], totals["truncated"],
+        totals["skipped"], tuple(text for block in blocks for text in block["problems"])[:EXAMPLES_KEPT],
+    )  # fmt: skip
     _check(corpus, data)
+    if corpus.num_skipped:
+        logger.warning("%d rows skipped, the first: %s", corpus.num_skipped, corpus.skipped[0])
     logger.info(
         "%d conversations to train on (%d target tokens), %d held out, %d truncated at %d tokens",
         corpus.num_train, corpus.num_train_targets, corpus.num_held_out, corpus.num_truncated, data.sequence_length,
@@ -80,10 +100,15 @@ def ordered(corpus: Corpus, seed: int, epoch: int) -> MaterializedDataset:
 
 
 def _encoded(model: ModelConfig, data: DataConfig) -> Dataset:
-    sources = find_sources(data.train)
+    find_sources(data.train)
+    sources = [
+        {"pattern": index, "source": source}
+        for index, pattern in enumerate(data.train)
+        for source in find_sources((pattern,))
+    ]
     quiet_ray_data()
     ray.data.DataContext.get_current().execution_options.preserve_order = True
-    listed = ray.data.from_items([{"source": source} for source in sources], override_num_blocks=len(sources))
+    listed = ray.data.from_items(sources, override_num_blocks=len(sources))
     conversations = _map(listed, read_source, on_bad_row=data.on_bad_row, sample=data.sample)
     return _map(
         conversations.repartition(target_num_rows_per_block=ROWS_PER_BLOCK),
@@ -126,34 +151,48 @@ def _check(corpus: Corpus, data: DataConfig) -> None:
 
 
 def read_source(table: pa.Table, on_bad_row: OnBadRow, sample: float) -> Iterator[pa.Table]:
-    """The sampled conversations of the table's sources as JSON, `ROWS_PER_BLOCK` at a time."""
-    for source in table.column("source").to_pylist():
-        rows = (row for row in _conversations(source, on_bad_row) if in_fraction(row.row_id, sample, "sample"))
+    """The sampled conversations of the table's sources as JSON, `ROWS_PER_BLOCK` at a time; what was skipped, as problems."""
+    for pattern, source in zip(*(table.column(name).to_pylist() for name in ("pattern", "source")), strict=True):
+        report = ReadReport()
+        rows = (row for row in _conversations(source, on_bad_row, report) if in_fraction(row.row_id, sample, "sample"))
         while part := list(islice(rows, ROWS_PER_BLOCK)):
-            yield _as_json(part)
-    yield _as_json([])
+            yield _as_json(part, pattern)
+        problems = [*report.examples, *([""] * (report.skipped - len(report.examples)))]
+        yield _as_json([], pattern, problems)
 
 
-def _as_json(rows: list[Conversation]) -> pa.Table:
+def _as_json(rows: list[Conversation], pattern: int, problems: Sequence[str] = ()) -> pa.Table:
     texts = [json.dumps(row._asdict()) for row in rows]
-    return pa.table({"conversation": pa.array(texts, pa.string())})
+    size = len(texts) + len(problems)
+    return pa.table(
+        {
+            "pattern": pa.array([pattern] * size, pa.int64()),
+            "conversation": pa.array([*texts, *([None] * len(problems))], pa.string()),
+            "problem": pa.array([*([None] * len(texts)), *problems], pa.string()),
+        }
+    )
 
 
 def encode_batch(
     table: pa.Table, model: dict[str, Any], sequence_length: int, held_out: float, on_bad_row: OnBadRow
 ) -> pa.Table:
-    """Token ids and target masks of a block of conversations."""
+    """Token ids and target masks of a block of conversations; a problem instead where there is none to train on."""
     tokenizer = _tokenizer(json.dumps(model, sort_keys=True))
     rows: list[Encoded] = []
-    for text in table.column("conversation").to_pylist():
+    problems: list[str | None] = table.column("problem").to_pylist()
+    for index, text in enumerate(table.column("conversation").to_pylist()):
+        row = NO_ROW
         try:
-            rows.append(encode(tokenizer, Conversation(**json.loads(text)), sequence_length))
+            row = row if text is None else encode(tokenizer, Conversation(**json.loads(text)), sequence_length)
         except ValueError as error:
             if on_bad_row == "error":
                 raise
-            logger.warning("skipped: %s", error)
+            problems[index] = str(error)
+        rows.append(row)
     return pa.table(
         {
+            "pattern": table.column("pattern"),
+            "problem": pa.array(problems, pa.string()),
             "row_id": pa.array([row.row_id for row in rows], pa.string()),
             "input_ids": pa.array([row.input_ids for row in rows], pa.list_(pa.int32())),
             "target_mask": pa.array([row.target_mask for row in rows], pa.list_(pa.bool_())),
@@ -170,18 +209,63 @@ def _by_hash(encoded: Dataset, salt: str, held_out: bool) -> Dataset:
 
 
 def _with_key(table: pa.Table, salt: str, held_out: bool) -> pa.Table:
-    is_held_out, num_targets = table["held_out"].to_numpy(), table["num_targets"].to_numpy()
-    chosen = is_held_out & (num_targets > 0) if held_out else ~is_held_out
+    chosen = _is_held_out(table) & (table["num_targets"].to_numpy() > 0) if held_out else _is_train(table)
     table = table.filter(pa.array(chosen)).select(["row_id", "input_ids", "target_mask"])
-    keys = [row_hash(row_id, salt) - (1 << 63) for row_id in table.column("row_id").to_pylist()]
-    return table.append_column("key", pa.array(keys, pa.int64()))
+    return table.append_column("key", pa.array(_keys(table, salt), pa.int64()))
+
+
+def _is_good(table: pa.Table) -> Any:
+    return table.column("problem").is_null().to_numpy()
+
+
+def _is_held_out(table: pa.Table) -> Any:
+    return _is_good(table) & table["held_out"].to_numpy()
+
+
+def _is_train(table: pa.Table) -> Any:
+    return _is_good(table) & ~table["held_out"].to_numpy()
+
+
+def _keys(table: pa.Table, salt: str) -> list[int]:
+    return [row_hash(row_id, salt) - (1 << 63) for row_id in table.column("row_id").to_pylist()]
 
 
 def _totals(table: pa.Table) -> pa.Table:
-    train = ~table["held_out"].to_numpy()
+    train, good = _is_train(table), _is_good(table)
     targets, truncated = table["num_targets"].to_numpy(), table["truncated"].to_numpy()
-    totals = (len(train), train.sum(), targets[train].sum(), truncated.sum())
-    return pa.table({name: pa.array([int(value)]) for name, value in zip(TOTALS, totals, strict=True)})
+    totals = (good.sum(), train.sum(), targets[train].sum(), truncated[good].sum(), (~good).sum())
+    problems = [text for text in table.column("problem").to_pylist() if text]
+    columns = {name: pa.array([int(value)]) for name, value in zip(TOTALS, totals, strict=True)}
+    return pa.table({**columns, "problems": pa.array([problems[:EXAMPLES_KEPT]], pa.list_(pa.string()))})
+
+
+def _mixture(encoded: Dataset, data: DataConfig) -> list[int]:
+    """Per pattern of data.train the largest key kept: the training rows become the largest set with these proportions."""
+    assert data.proportions is not None
+    blocks = list(_map(encoded, _mixture_keys).iter_batches(batch_size=None, batch_format="numpy"))
+    patterns, keys = (np.concatenate([block[name] for block in blocks]) for name in ("pattern", "key"))
+    shares = [share / sum(data.proportions) for share in data.proportions]
+    found = [keys[patterns == index] for index in range(len(shares))]
+    total = min(len(some) / share for some, share in zip(found, shares, strict=True))
+    counts = [min(len(some), round(total * share)) for some, share in zip(found, shares, strict=True)]
+    if 0 in counts:
+        raise ValueError(
+            f"data.proportions = {list(data.proportions)}: {list(data.train)} have {[len(some) for some in found]} rows to train "
+            "on, of which that leaves none of one; change the proportions or give more data"
+        )
+    logger.info("mixture: %s rows of %s", counts, list(data.train))
+    return [int(np.partition(some, count - 1)[count - 1]) for some, count in zip(found, counts, strict=True)]
+
+
+def _mixture_keys(table: pa.Table) -> pa.Table:
+    table = table.filter(pa.array(_is_train(table)))
+    return pa.table({"pattern": table.column("pattern"), "key": pa.array(_keys(table, MIXTURE), pa.int64())})
+
+
+def _in_mixture(table: pa.Table, largest: list[int]) -> pa.Table:
+    """The table without the training rows that the mixture leaves out."""
+    limits = np.array(largest)[table["pattern"].to_numpy()]
+    return table.filter(pa.array(~_is_train(table) | (np.array(_keys(table, MIXTURE), dtype=np.int64) <= limits)))
 
 
 @cache
@@ -192,7 +276,7 @@ def _tokenizer(model: str) -> Any:
     return load_tokenizer(fields.name, fields.revision, fields.chat_template)
 
 
-def _conversations(source: str, on_bad_row: OnBadRow) -> Iterator[Any]:
+def _conversations(source: str, on_bad_row: OnBadRow, report: ReadReport) -> Iterator[Any]:
     if source.startswith("nano:"):
         from aarlib.nano.world import conversations
 
@@ -200,7 +284,7 @@ def _conversations(source: str, on_bad_row: OnBadRow) -> Iterator[Any]:
         return iter(conversations(split, rows))
     from aarlib.data.chat import read_conversations
 
-    return read_conversations(source, on_bad_row)
+    return read_conversations(source, on_bad_row, report)
 
 
 def _parse_nano(source: str) -> tuple[str, int]:

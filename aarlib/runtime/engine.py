@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from aarlib.moe.anatomy import anatomy
+from aarlib.runtime.batches import num_micro_batches
 from aarlib.training.config import OptimConfig
 from aarlib.training.objectives import next_token_ce
 
@@ -26,7 +27,8 @@ class Setup(NamedTuple):
 
     @property
     def num_micro_batches(self) -> int:
-        return self.optim.global_batch // (self.optim.micro_batch * self.world_size)
+        """Of a full global batch; a step may take fewer (packing, the short batch that ends an epoch)."""
+        return num_micro_batches(self.optim.global_batch, self.world_size, self.optim.micro_batch)
 
 
 class StepStats(NamedTuple):
@@ -60,7 +62,6 @@ class Trainee(nn.Module):
 def deepspeed_config(setup: Setup) -> dict[str, Any]:
     """No mixed-precision section: the base keeps its dtype, the trained parameters are float32."""
     return {
-        "train_batch_size": setup.optim.global_batch,
         "train_micro_batch_size_per_gpu": setup.optim.micro_batch,
         "gradient_accumulation_steps": setup.num_micro_batches,
         "gradient_clipping": setup.optim.max_grad_norm or 0.0,
@@ -122,8 +123,8 @@ def train_step(
 ) -> StepStats:
     """One optimizer step on this worker's micro-batches; the loss is the sum over all workers divided by `num_targets`.
 
-    DeepSpeed averages over workers and micro-batches, so each sum is scaled by their number. A ValueError, the same on every
-    worker, where the global batch has no target.
+    DeepSpeed averages over workers and the micro-batches of a full step, so each sum is scaled by their number, however many
+    `batches` there are. A ValueError, the same on every worker, where the global batch has no target.
     """
     if num_targets == 0:
         raise ValueError(
@@ -136,6 +137,7 @@ def train_step(
     sums: dict[str, Tensor] = {}
     norm = 0.0
     for index, batch in enumerate(batches):
+        engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
         terms = engine(batch, step)
         engine.backward(sum(terms.values()) * scale)
         for name, value in terms.items():

@@ -30,6 +30,7 @@ def plan(config: RunConfig) -> Plan:
     """Attach every method to the model on the meta device; a ValueError names what cannot be trained."""
     from aarlib.moe.anatomy import anatomy
     from aarlib.moe.loading import load_config, meta_model
+    from aarlib.moe.packing import check_packing
     from aarlib.training.methods import build_method
 
     try:
@@ -38,6 +39,8 @@ def plan(config: RunConfig) -> Plan:
         raise ValueError(f"model.name = {config.model.name!r}: {str(error).splitlines()[0]}") from error
     model = meta_model(geometry)
     parts = anatomy(model)
+    if config.data.packing:
+        check_packing(parts)
     methods: list[MethodPlan] = []
     for label, method in config.method.items():
         try:

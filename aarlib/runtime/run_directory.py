@@ -1,13 +1,18 @@
 """The run directory: who owns it, what is finished, and how histories are appended and cut back."""
 
+import fcntl
 import json
-from collections.abc import Mapping
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from aarlib.config import write_text_atomically
 from aarlib.training.config import Run, RunConfig
 
+LOCK = ".lock"
 MAY_DIFFER = ("ray", "tracking", "evaluate")
 """Tables that do not change what a training computes, so a run can be resumed with other values."""
 
@@ -26,13 +31,13 @@ def check_claim(config: RunConfig) -> None:
     folder = run_directory(config)
     stored = folder / "config.json"
     if stored.is_file():
-        differences = _differences(json.loads(stored.read_text(encoding="utf-8")), config.model_dump(mode="json"))
+        differences = _differences(_stored(stored), config.model_dump(mode="json"))
         if differences:
             raise ValueError(
                 f"name = {config.name!r}: the run directory {folder} exists with another config ({'; '.join(differences)}); "
                 "choose another name, or remove the directory"
             )
-    elif folder.exists() and any(folder.iterdir()):
+    elif folder.exists() and any(path.name != LOCK for path in folder.iterdir()):
         raise ValueError(f"name = {config.name!r}: {folder} exists and is no run directory; choose another name")
 
 
@@ -42,6 +47,26 @@ def claim(config: RunConfig) -> Path:
     folder = run_directory(config)
     write_text_atomically(folder / "config.json", config.to_json())
     return folder
+
+
+@contextmanager
+def held(config: RunConfig) -> Iterator[Path]:
+    """The run directory, held by this process alone; the lock ends with the process, however it ends."""
+    check_claim(config)
+    folder = run_directory(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("a+", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise ValueError(
+                f"name = {config.name!r}: {folder} is in use by {lock.read().strip()}; wait for it, or choose another name"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        lock.flush()
+        yield folder
 
 
 def is_finished(folder: Path, run: Run) -> bool:
@@ -69,6 +94,15 @@ def cut_history(path: Path, steps: int) -> None:
         if json.loads(line)["step"] < steps:
             kept.append(line)
     write_text_atomically(path, "".join(kept))
+
+
+def _stored(path: Path) -> dict[str, Any]:
+    """The config of a run directory, fields added since it was written at their defaults."""
+    values = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return RunConfig.from_mapping(values).model_dump(mode="json")
+    except ValueError:
+        return values
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -2,7 +2,6 @@
 
 import logging
 import resource
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aarlib.data.chat import Encoded, collate
-from aarlib.runtime.batches import GlobalBatch, global_batches, steps_per_epoch
+from aarlib.data.packing import collate_packed, pack
+from aarlib.runtime.batches import GlobalBatch, global_batches, micro_batches, steps_per_epoch
 from aarlib.runtime.checkpoints import TrainingState, save_state
 from aarlib.runtime.engine import Setup
 from aarlib.runtime.tracking import Tracking
@@ -55,8 +55,16 @@ class Session(NamedTuple):
 
     def batch(self, rows: Sequence[Encoded]) -> dict[str, Tensor]:
         pad = self.tokenizer.pad_token_id
-        tensors = collate(rows, 0 if pad is None else pad, sequence_length=self.config.data.sequence_length)
+        packed = any(row.documents for row in rows)
+        make = collate_packed if packed else collate
+        tensors = make(rows, 0 if pad is None else pad, sequence_length=self.config.data.sequence_length)
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in tensors.items()}
+
+    def share(self, rows: Sequence[Encoded]) -> list[list[Encoded]]:
+        """This worker's micro-batches of a global batch."""
+        data = self.config.data
+        rows = pack(rows, data.sequence_length) if data.packing else rows
+        return micro_batches(rows, self.rank, self.world_size, self.config.optim.micro_batch)
 
     def batches(self, seed: int, start: int) -> Iterator[GlobalBatch]:
         """The global batches of a seed, from step `start` on."""
@@ -82,14 +90,11 @@ def epochs_needed(config: RunConfig, num_train: int) -> int:
     return -(-total_steps(config, num_train) // per_epoch)
 
 
-def report_checkpoint(session: Session, state: TrainingState, metrics: dict[str, Any]) -> None:
-    """A collective: every worker reports, rank 0 with the files."""
-    if session.rank != 0:
-        ray.train.report(metrics)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        save_state(Path(folder), state)
-        ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
+def save_checkpoint(session: Session, state: TrainingState, metrics: dict[str, Any]) -> None:
+    """Called by every worker: rank 0 writes, then all report, so that Ray Tune sees the metrics."""
+    if session.rank == 0:
+        save_state(session.folder / state.run, state)
+    ray.train.report(metrics)
 
 
 def peak_gib(device: torch.device) -> float:

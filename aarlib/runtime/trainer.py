@@ -1,23 +1,26 @@
 """`train`: from a config to trained adapters, through Ray Data, Ray Train and DeepSpeed."""
 
+import json
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray.train
 from ray.data.dataset import MaterializedDataset
-from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, ScalingConfig
+from ray.train import FailureConfig, LoggingConfig, ScalingConfig
 from ray.train import RunConfig as TrainRunConfig
 from ray.train.torch import TorchTrainer
 
+from aarlib.config import write_text_atomically
 from aarlib.data.chat import check_template
 from aarlib.moe.loading import load_tokenizer
 from aarlib.runtime import tracking
 from aarlib.runtime.cluster import check_resources, connect, user_error, worker_environment
 from aarlib.runtime.corpus import Corpus, build_corpus, find_sources, ordered
 from aarlib.runtime.plan import Plan, plan
-from aarlib.runtime.run_directory import check_claim, claim, is_finished, pending_runs, run_directory
+from aarlib.runtime.run_directory import check_claim, claim, held, is_finished, pending_runs, run_directory
 from aarlib.runtime.session import Job, dataset_name, epochs_needed, total_steps
 from aarlib.runtime.tracking import Tracking
 from aarlib.runtime.worker import train_worker
@@ -53,9 +56,11 @@ def train(config: RunConfig) -> TrainingResult:
         return TrainingResult(run_directory(config), planned, None, ())
     connect(config.ray)
     check_resources(config.ray)
-    prepared = prepare(config)
-    folder = claim(config)
-    return train_on(config, prepared, folder, planned, tracking.start(config, folder))
+    with held(config) as folder:
+        prepared = prepare(config)
+        claim(config)
+        write_text_atomically(folder / "data.json", json.dumps(prepared.corpus.record(), indent=2))
+        return train_on(config, prepared, folder, planned, tracking.start(config, folder))
 
 
 def check(config: RunConfig) -> Plan:
@@ -113,18 +118,17 @@ def _fit(config: RunConfig, prepared: Prepared, folder: Path, tracked: Tracking,
         train_worker,
         train_loop_config=job._asdict(),
         scaling_config=ScalingConfig(
-            num_workers=config.ray.num_workers,
+            num_workers=_num_workers(config),
             use_gpu=config.ray.use_gpu,
             resources_per_worker={"CPU": config.ray.cpus_per_worker} | ({"GPU": 1} if config.ray.use_gpu else {}),
         ),
         run_config=TrainRunConfig(
-            name="ray_train",
-            storage_path=str(folder),
+            name=f"start-{time.time_ns()}",
+            storage_path=str(folder / "ray_train"),
             failure_config=FailureConfig(max_failures=config.ray.max_failures, controller_failure_limit=3),
-            checkpoint_config=CheckpointConfig(num_to_keep=2),
             logging_config=LoggingConfig(log_level="WARNING"),
             worker_runtime_env=worker_environment(config.ray),
-            callbacks=list(callbacks),
+            callbacks=[FailAtOnce(), *callbacks],
         ),
         datasets={"held_out": prepared.corpus.held_out, **prepared.epochs},
         dataset_config=ray.train.DataConfig(datasets_to_split=[]),
@@ -132,5 +136,24 @@ def _fit(config: RunConfig, prepared: Prepared, folder: Path, tracked: Tracking,
     try:
         trainer.fit()
     except ray.train.TrainingFailedError as error:
-        failures = getattr(error, "worker_failures", {}).values()
-        raise next((found for found in map(user_error, failures) if type(found) is ValueError), error) from error
+        raise _reason(error) from error
+
+
+class FailAtOnce(ray.train.UserCallback):
+    """Bad input stays bad input: a worker's ValueError ends the training, where a lost process would be started again."""
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        for error in map(user_error, worker_exceptions.values()):
+            if type(error) is ValueError:
+                raise error
+
+
+def _reason(error: ray.train.TrainingFailedError) -> BaseException:
+    """The ValueError behind a failed training, else the failure itself."""
+    failures = [*getattr(error, "worker_failures", {}).values(), getattr(error, "controller_failure", error)]
+    return next((found for found in map(user_error, failures) if type(found) is ValueError), error)
+
+
+def _num_workers(config: RunConfig) -> int | tuple[int, int]:
+    minimum = config.ray.min_workers
+    return config.ray.num_workers if minimum is None else (minimum, config.ray.num_workers)

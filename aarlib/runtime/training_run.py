@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,13 +13,13 @@ import torch.distributed as dist
 
 from aarlib.config import write_text_atomically
 from aarlib.moe.anatomy import anatomy
-from aarlib.runtime import held_out
-from aarlib.runtime.batches import GlobalBatch, micro_batches
+from aarlib.runtime import checkpoints, held_out
+from aarlib.runtime.batches import GlobalBatch
 from aarlib.runtime.checkpoints import TrainingState, capture, restore_optimizer, restore_parameters
 from aarlib.runtime.engine import Setup, StepStats, Trainee, make_engine, train_step
 from aarlib.runtime.routing import RoutingCounts, counting, routing_metrics
 from aarlib.runtime.run_directory import append_line, cut_history
-from aarlib.runtime.session import Session, from_all_workers, peak_gib, report_checkpoint, sum_over_workers
+from aarlib.runtime.session import Session, from_all_workers, peak_gib, save_checkpoint, sum_over_workers
 from aarlib.runtime.sharding import check_frozen, frozen_hash, gathered
 from aarlib.runtime.tracking import RunLogger
 from aarlib.training.adapter import save_adapter
@@ -133,9 +134,7 @@ def _train(active: Active, state: TrainingState | None) -> Progress:
     batches = session.batches(active.run.seed, start)
     for step, batch in zip(range(start, setup.total_steps), batches, strict=False):
         tokens += batch.num_tokens
-        parts = micro_batches(
-            batch.rows, session.rank, session.world_size, setup.optim.micro_batch, setup.num_micro_batches
-        )
+        parts = session.share(batch.rows)
         stats = train_step(active.engine, [session.batch(part) for part in parts], batch.num_targets, step, setup)
         if session.rank == 0:
             append_line(active.folder / "rows.jsonl", {"step": step, "row_ids": batch.row_ids})
@@ -148,7 +147,7 @@ def _train(active: Active, state: TrainingState | None) -> Progress:
             wall_s = earlier_s + time.monotonic() - begun
             tensors = capture(active.engine, active.handle.trainable(), setup.zero_stage)
             metrics = {"step": step + 1, **_means(active, stats, batch)}
-            report_checkpoint(session, TrainingState(active.run.name, step + 1, tokens, wall_s, tensors), metrics)
+            save_checkpoint(session, TrainingState(active.run.name, step + 1, tokens, wall_s, tensors), metrics)
     return Progress(setup.total_steps, tokens, earlier_s + time.monotonic() - begun)
 
 
@@ -235,6 +234,7 @@ def _save(active: Active, summary: dict[str, Any]) -> None:
         scores = {"held_out/ce": summary["held_out_ce"], "held_out/ce_step0": summary["step0_ce"]}
         active.logger.log({**scores, "held_out/ce_untouched": summary["untouched_ce"]}, summary["steps"])
         write_text_atomically(active.folder / "result.json", json.dumps(summary, indent=2))
+        shutil.rmtree(active.folder / checkpoints.FOLDER, ignore_errors=True)
     dist.barrier()
 
 
@@ -243,10 +243,10 @@ def _idle_step(active: Active) -> None:
     row = active.session.held_out_parts[0][:1]
     for group in active.engine.optimizer.param_groups:
         group["lr"] = 0.0
-    for _ in range(active.setup.num_micro_batches):
-        terms = active.engine(active.session.batch(row), 0)
-        active.engine.backward(sum(terms.values()) * 0.0)
-        active.engine.step()
+    active.engine.set_gradient_accumulation_boundary(True)
+    terms = active.engine(active.session.batch(row), 0)
+    active.engine.backward(sum(terms.values()) * 0.0)
+    active.engine.step()
 
 
 def _evaluate(active: Active) -> pd.DataFrame:

@@ -15,7 +15,7 @@ import transformers
 
 from aarlib.moe.loading import load_model
 from aarlib.runtime import held_out
-from aarlib.runtime.checkpoints import TrainingState, read_state
+from aarlib.runtime.checkpoints import TrainingState, latest_state
 from aarlib.runtime.corpus import quiet_ray_data
 from aarlib.runtime.engine import Setup, checkpoint_activations, deepspeed_config
 from aarlib.runtime.run_directory import pending_runs
@@ -31,7 +31,7 @@ def train_worker(job: dict[str, Any]) -> None:
     """The loop Ray Train runs in every worker; `job` holds the fields of `Job`."""
     session = _open(Job(**job))
     for run in _agreed(pending_runs(session.folder, session.config)):
-        train_run(session, run, _resume_state(run))
+        train_run(session, run, _resume_state(session, run))
         ray.train.report({"finished": run.name, **_scores(session.folder, run)})
 
 
@@ -92,13 +92,11 @@ def _agreed(runs: list[Run]) -> list[Run]:
     return [Run(*fields) for fields in shared[0]]
 
 
-def _resume_state(run: Run) -> TrainingState | None:
-    checkpoint = ray.train.get_checkpoint()
-    if checkpoint is None:
-        return None
-    with checkpoint.as_directory() as folder:
-        state = read_state(Path(folder))
-    return state if state.run == run.name else None
+def _resume_state(session: Session, run: Run) -> TrainingState | None:
+    """Rank 0's newest whole checkpoint, on every worker."""
+    shared: list[Any] = [latest_state(session.folder / run.name) if session.rank == 0 else None]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]
 
 
 def _scores(folder: Path, run: Run) -> dict[str, float]:

@@ -32,6 +32,8 @@ class ModelConfig(Config):
 class DataConfig(Config):
     train: tuple[str, ...]
     """Globs or URIs of parquet / JSONL(.gz) conversations, shards made by `prepare`, or `nano:<split>` (bundled)."""
+    proportions: tuple[Annotated[float, Field(gt=0.0)], ...] | None = None
+    """Of the training rows, one per entry of `train`: the largest set of rows that has them exactly. None: all rows."""
     hub: str | None = None
     """Hugging Face dataset id that `prepare` ingests into the folder of `train`."""
     sample: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -41,6 +43,8 @@ class DataConfig(Config):
     max_held_out: int | None = Field(default=None, ge=2)
     """At most this many held-out rows are evaluated (the first by hash)."""
     sequence_length: int = Field(default=512, ge=4)
+    packing: bool = False
+    """Fill rows of sequence_length with several conversations each, kept apart: less padding, the same step."""
     on_bad_row: Literal["error", "skip"] = "error"
     """A row that is no conversation: stop with file and line, or skip it and count."""
 
@@ -66,6 +70,8 @@ class OptimConfig(Config):
 
 class RayConfig(Config):
     num_workers: int = Field(default=2, ge=1)
+    min_workers: int | None = Field(default=None, ge=1)
+    """Elastic: start, and go on after a lost node, with as few workers as this; the result does not depend on their number."""
     use_gpu: bool = False
     cpus_per_worker: float = Field(default=1, gt=0)
     threads_per_worker: int = Field(default=1, ge=1)
@@ -144,11 +150,20 @@ class RunConfig(Config):
                     f"method.{label}.window = {window} is longer than data.sequence_length = "
                     f"{self.data.sequence_length}; shorten the window or lengthen the sequence"
                 )
-        per_round = self.optim.micro_batch * self.ray.num_workers
-        if self.optim.global_batch % per_round:
+        shares = self.data.proportions
+        if shares is not None and len(shares) != len(self.data.train):
             raise ValueError(
-                f"optim.global_batch = {self.optim.global_batch} is not a multiple of "
-                f"optim.micro_batch x ray.num_workers = {per_round}"
+                f"data.proportions has {len(shares)} entries and data.train {len(self.data.train)}; give one for each"
+            )
+        if self.optim.global_batch < self.ray.num_workers:
+            raise ValueError(
+                f"optim.global_batch = {self.optim.global_batch} is less than ray.num_workers = {self.ray.num_workers}; "
+                "every worker needs a row"
+            )
+        minimum = self.ray.min_workers
+        if minimum is not None and minimum > self.ray.num_workers:
+            raise ValueError(
+                f"ray.min_workers = {minimum} is more than ray.num_workers = {self.ray.num_workers}; lower it"
             )
         return self
 

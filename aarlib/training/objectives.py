@@ -9,6 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from aarlib.moe.packing import packed_inputs
+
 IGNORED = -100
 NUM_CHUNKS = 8
 
@@ -32,7 +34,8 @@ def next_token_ce(model: nn.Module, batch: Mapping[str, Tensor], num_chunks: int
     Equals the cross-entropy of `model(...).logits` in float32. The output embedding sees only the positions with a
     target, in `num_chunks` parts of which one at a time is held (recomputed in the backward). The number of parts does
     not depend on the batch, nor on there being a target: under ZeRO-3 every rank gathers the embedding equally often.
-    Without a target the sums are zeros that a backward can start from.
+    Without a target the sums are zeros that a backward can start from. A batch with position_ids is a packed one; one
+    with inputs_embeds enters the decoder with them.
     """
     labels_BS = batch["labels"][:, 1:]
     is_target_BS = labels_BS != IGNORED
@@ -43,8 +46,12 @@ def next_token_ce(model: nn.Module, batch: Mapping[str, Tensor], num_chunks: int
 
 
 def _last_hidden(model: Any, batch: Mapping[str, Tensor]) -> Float[Tensor, "B S D"]:
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids") if name in batch}
-    return model.get_decoder()(**inputs, use_cache=False).last_hidden_state
+    if "position_ids" in batch:
+        inputs = packed_inputs(model, batch["input_ids"], batch["position_ids"])
+    else:
+        name = "inputs_embeds" if "inputs_embeds" in batch else "input_ids"
+        inputs = {name: batch[name], "attention_mask": batch.get("attention_mask"), "use_cache": False}
+    return model.get_decoder()(**inputs).last_hidden_state
 
 
 def _chunked_ce(

@@ -3,7 +3,7 @@
 import pytest
 
 from aarlib.data.chat import Encoded
-from aarlib.runtime.batches import GlobalBatch, micro_batches, steps_per_epoch
+from aarlib.runtime.batches import GlobalBatch, micro_batches, num_micro_batches, steps_per_epoch
 
 
 def rows(count: int) -> list[Encoded]:
@@ -12,13 +12,15 @@ def rows(count: int) -> list[Encoded]:
 
 
 @pytest.mark.parametrize(
-    ("count", "world_size", "micro_batch", "num_micro"), [(16, 1, 4, 4), (16, 2, 2, 4), (13, 4, 2, 2), (1, 2, 2, 2)]
+    ("count", "world_size", "micro_batch", "num_micro"),
+    [(16, 1, 4, 4), (16, 2, 2, 4), (13, 3, 2, 3), (13, 4, 2, 2), (1, 2, 2, 1)],
 )
 def test_every_row_once_and_equally_many_micro_batches(
     count: int, world_size: int, micro_batch: int, num_micro: int
 ) -> None:
     batch = rows(count)
-    parts = [micro_batches(batch, rank, world_size, micro_batch, num_micro) for rank in range(world_size)]
+    parts = [micro_batches(batch, rank, world_size, micro_batch) for rank in range(world_size)]
+    assert num_micro == num_micro_batches(count, world_size, micro_batch)
     assert all(len(part) == num_micro for part in parts)
     assert all(1 <= len(micro) <= micro_batch for part in parts for micro in part)
     kept = [row for part in parts for micro in part for row in micro if row.num_targets]
@@ -26,13 +28,8 @@ def test_every_row_once_and_equally_many_micro_batches(
 
 
 def test_a_filler_has_no_targets() -> None:
-    parts = micro_batches(rows(1), rank=1, world_size=2, micro_batch=1, num_micro_batches=2)
-    assert [sum(row.num_targets for row in micro) for micro in parts] == [0, 0]
-
-
-def test_too_many_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="do not fit"):
-        micro_batches(rows(9), rank=0, world_size=1, micro_batch=2, num_micro_batches=4)
+    parts = micro_batches(rows(5), rank=1, world_size=2, micro_batch=1)
+    assert [sum(row.num_targets for row in micro) for micro in parts][-1] == 0
 
 
 def test_counts() -> None:

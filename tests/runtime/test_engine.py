@@ -18,7 +18,7 @@ from aarlib.runtime.batches import micro_batches
 from aarlib.runtime.checkpoints import (
     TrainingState,
     capture,
-    read_state,
+    latest_state,
     restore_optimizer,
     restore_parameters,
     save_state,
@@ -103,15 +103,15 @@ class Training:
         return norms
 
     def mine(self, rows: list[Encoded]) -> list[dict[str, Tensor]]:
-        parts = micro_batches(rows, self.setup.rank, self.setup.world_size, 2, self.setup.num_micro_batches)
+        parts = micro_batches(rows, self.setup.rank, self.setup.world_size, 2)
         return [collate(part, 0) for part in parts]
 
     def idle_step(self) -> None:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = 0.0
-        for batch in self.mine(batches()[0]):
-            self.engine.backward(sum(self.engine(batch, 0).values()) * 0.0)
-            self.engine.step()
+        self.engine.set_gradient_accumulation_boundary(True)
+        self.engine.backward(sum(self.engine(self.mine(batches()[0])[0], 0).values()) * 0.0)
+        self.engine.step()
 
     def close(self) -> dict[str, Tensor]:
         values = whole_values(self.named)
@@ -139,7 +139,7 @@ def process(rank: int, world_size: int, port: int, folder: str) -> None:
 
 
 def _shares(rows: list[Encoded]) -> list[list[Encoded]]:
-    return [[row for part in micro_batches(rows, rank, 2, 2, 2) for row in part] for rank in range(2)]
+    return [[row for part in micro_batches(rows, rank, 2, 2) for row in part] for rank in range(2)]
 
 
 def _stage(model: Any, stage: int, folder: Path) -> dict[str, Any]:
@@ -147,12 +147,11 @@ def _stage(model: Any, stage: int, folder: Path) -> dict[str, Any]:
     norms = whole.steps(0, RESUME_AT)
     tensors = capture(whole.engine, whole.named, stage)
     if dist.get_rank() == 0:
-        (folder / str(stage)).mkdir()
         save_state(folder / str(stage), TrainingState("aar-seed0", RESUME_AT, 100, 1.5, tensors))
     dist.barrier()
     norms += whole.steps(RESUME_AT, STEPS)
     values = whole.close()
-    resumed = Training(model, stage, read_state(folder / str(stage)))
+    resumed = Training(model, stage, latest_state(folder / str(stage)))
     resumed.steps(RESUME_AT, STEPS)
     errors = {}
     try:
