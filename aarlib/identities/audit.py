@@ -1,6 +1,6 @@
 """Identities of the fixed-dispatch audit: replay against whole forwards, one backward against one per sample."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,20 +8,22 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from aarlib.audit.actions import action_names, action_weights
+from aarlib.audit.gradients import gradient_utilities
 from aarlib.audit.replay import Isolation, oracle
 from aarlib.audit.sites import Site, documents, sites
-from aarlib.identities.routing import Inputs
+from aarlib.identities.routing import Inputs, error
 from aarlib.moe.anatomy import anatomy
 from aarlib.moe.dispatch import RouterOutput
 from aarlib.moe.families import Family
-from aarlib.moe.record import intervene
+from aarlib.moe.patching import Rank, wrap_forward
+from aarlib.moe.record import intervene, record
 
 Samples = Sequence[tuple[int, int, int]]
 
 
 class ReplayError(NamedTuple):
     largest: float
-    """Largest difference of a loss, in nats."""
+    """Of the losses, in the sense of `error`."""
     bite: float
     """Largest |delta CE| of an action: the identity proves nothing where no action changed the loss."""
 
@@ -52,7 +54,7 @@ def replay_against_full_forward(
         (site,) = _sites(inputs, [sample], horizon)
         losses = torch.stack([_acted_loss(model, site, index, family) for index in range(len(names))])
         ours = torch.tensor([frame[(*sample, name)] for name in names], dtype=torch.float64)
-        largest = max(largest, float((ours - losses).abs().max()))
+        largest = max(largest, error(ours, losses))
         bite = max(bite, float((losses - losses[0]).abs().max()))
     return ReplayError(largest, bite)
 
@@ -80,3 +82,48 @@ def _horizon_ce(logits: Tensor, site: Site) -> Tensor:
     covered = slice(site.index, site.index + site.num_targets)
     targets = site.tokens[site.index + 1 : site.index + 1 + site.num_targets]
     return cross_entropy(logits[covered].double(), targets)
+
+
+def gradients_against_autograd(
+    model: Any, inputs: Inputs, samples: Samples, horizon: int | None = None, family: Family | None = None
+) -> float:
+    """Gradient utilities against one forward and backward per sample, of its document alone and its own loss only."""
+    layers = sorted({layer for _, _, layer in samples})
+    found = gradient_utilities(
+        model,
+        inputs["input_ids"],
+        layers,
+        inputs.get("attention_mask"),
+        horizon,
+        position_ids=inputs.get("position_ids"),
+        family=family,
+    )
+    errors = []
+    for sample in samples:
+        (site,) = _sites(inputs, [sample], horizon)
+        row, position, layer = sample
+        errors.append(error(found[layer][row, position], _sample_utilities(model, site, family)))
+    return max(errors)
+
+
+def _sample_utilities(model: Any, site: Site, family: Family | None) -> Tensor:
+    """-g^T (M u_j - m) written out, g from a leaf at the site's token and layer alone."""
+    (layer,) = site.layers
+    experts = anatomy(model, family).moe_layer(layer).experts
+    assert experts is not None
+    leaf = torch.zeros(site.tokens.shape[0], anatomy(model, family).hidden_size, requires_grad=True)
+
+    def wrapper(inner: Callable[..., Tensor], *args: Any) -> Tensor:
+        return inner(*args) + leaf
+
+    with record(model, [layer], dispatch=True, expert_outputs=True, family=family) as rec:
+        remove = wrap_forward(experts, wrapper, Rank.RECORD)
+        try:
+            logits = model(input_ids=site.tokens[None], use_cache=False).logits[0]
+        finally:
+            remove()
+    gradient = torch.autograd.grad(_horizon_ce(logits, site), leaf)[0][site.index]
+    weights = rec.dispatch[layer].weights[0, site.index].detach()
+    outputs = rec.expert_outputs[layer][0, site.index].detach()
+    routed = (weights[:, None] * outputs).sum(0)
+    return torch.stack([-gradient @ (weights.sum() * output - routed) for output in outputs])
