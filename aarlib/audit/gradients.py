@@ -60,17 +60,63 @@ def gradient_utilities(
     are NaN. position_ids restart at 0 where packed documents start. ValueError for a layer without router, horizon < 1, a
     position outside the rows, top_k = 1, or an attached window that is held constant (window_grad = False).
     """
+    chosen = tuple(layers)
+    found = credits(
+        model, input_ids, chosen, attention_mask, horizon, positions, position_ids=position_ids, family=family
+    )
+    utilities_of: dict[int, Tensor] = {}
+    for layer, credit in found.items():
+        own = utilities(credit.gradient, credit.outputs, credit.weights)
+        utilities_of[layer] = own.new_full((*input_ids.shape, own.shape[-1]), torch.nan)
+        utilities_of[layer][credit.rows, credit.columns] = own
+    return utilities_of
+
+
+class Credit(NamedTuple):
+    """One layer at the N positions asked for that have a target."""
+
+    rows: Int[Tensor, " N"]
+    columns: Int[Tensor, " N"]
+    gradient: Float[Tensor, "N D"]
+    """d horizon loss / d m, m the routed sum."""
+    hidden: Float[Tensor, "N D"]
+    """h, the input of router and experts."""
+    outputs: Float[Tensor, "N K D"]
+    weights: Float[Tensor, "N K"]
+    expert_ids: Int[Tensor, "N K"]
+
+
+def credits(
+    model: nn.Module,
+    input_ids: Int[Tensor, "B S"],
+    layers: Sequence[int],
+    attention_mask: Int[Tensor, "B S"] | Bool[Tensor, "B S"] | None = None,
+    horizon: int | None = None,
+    positions: Sequence[int] | Sequence[tuple[int, int]] | None = None,
+    *,
+    position_ids: Int[Tensor, "B S"] | None = None,
+    family: Family | None = None,
+) -> dict[int, Credit]:
+    """What the utilities are made of; arguments as in `gradient_utilities`."""
     parts = anatomy(model, family)
     check_freedom(parts.top_k)
     _check_windows(parts)
     chosen = [parts.moe_layer(layer).index for layer in layers]
-    found = documents(input_ids, attention_mask, position_ids)
-    horizons = _horizons(input_ids, found, horizon, positions)
+    horizons = _horizons(input_ids, documents(input_ids, attention_mask, position_ids), horizon, positions)
     with torch.enable_grad(), zero_leaves(parts, chosen) as sums:
         ce = _ce(model, input_ids, horizons.targets, attention_mask, position_ids, family)
         gradients = _gradients(ce, horizons, sums)
-    missing = (horizons.num_targets == 0)[..., None]
-    return {layer: _utilities(gradients[layer], sums[layer]).masked_fill(missing, torch.nan) for layer in chosen}
+    rows, columns = horizons.num_targets.nonzero(as_tuple=True)
+    return {layer: _credit(gradients[layer], sums[layer], rows, columns) for layer in chosen}
+
+
+@torch.no_grad()
+def _credit(gradient: Float[Tensor, "B S D"], layer: RoutedSums, rows: Tensor, columns: Tensor) -> Credit:
+    rows, columns = rows.to(gradient.device), columns.to(gradient.device)
+    flat = rows * gradient.shape[1] + columns
+    hidden, expert_ids = layer.hidden[flat], layer.expert_ids[flat]
+    outputs = expert_outputs(layer.experts, hidden, expert_ids)
+    return Credit(rows, columns, gradient[rows, columns], hidden, outputs, layer.weights[flat], expert_ids)
 
 
 @contextmanager
@@ -105,12 +151,6 @@ def utilities(
     return (weights * along).sum(-1, keepdim=True) - weights.sum(-1, keepdim=True) * along
 
 
-def _utilities(gradient: Float[Tensor, "B S D"], layer: RoutedSums) -> Float[Tensor, "B S K"]:
-    with torch.no_grad():
-        outputs = expert_outputs(layer.experts, layer.hidden, layer.expert_ids)
-        return utilities(gradient.flatten(0, 1), outputs, layer.weights).unflatten(0, gradient.shape[:2])
-
-
 def _ce(
     model: Any,
     input_ids: Tensor,
@@ -130,7 +170,9 @@ def _ce(
             arguments |= {"attention_mask": attention_mask, "position_ids": position_ids}
     hidden = model.get_decoder()(**arguments).last_hidden_state
     logits = model.get_output_embeddings()(hidden).float()
-    ce = cross_entropy(logits.flatten(0, 1), targets.to(logits.device).flatten(), ignore_index=IGNORED, reduction="none")
+    ce = cross_entropy(
+        logits.flatten(0, 1), targets.to(logits.device).flatten(), ignore_index=IGNORED, reduction="none"
+    )
     return ce.view(targets.shape)
 
 

@@ -131,9 +131,11 @@ def shares(weights: Float[Tensor, "T K"]) -> Shares:
 
 
 def aggregate(weights: Float[Tensor, "T K"], scores: Float[Tensor, "T K"]) -> Float[Tensor, "T K"]:
-    """w' = M_t q with q_j proportional to p_j exp(s_j) (equation 6), float32."""
-    log_p_TK, mass_T1 = shares(weights)
-    return mass_T1 * (log_p_TK + scores).softmax(dim=-1)
+    """w' = M_t q with q_j proportional to p_j exp(s_j) (equation 6), float32; exactly w where all scores are equal."""
+    weights = weights.float()
+    raised_TK = weights * (scores - scores.amax(dim=-1, keepdim=True)).exp()
+    mass_T1, total_T1 = weights.sum(dim=-1, keepdim=True), raised_TK.sum(dim=-1, keepdim=True)
+    return raised_TK * (mass_T1 / total_T1.clamp_min(SMALLEST_SHARE))
 
 
 def kl_to_native(weights: Float[Tensor, "T K"], scores: Float[Tensor, "T K"]) -> Float[Tensor, " T"]:

@@ -49,7 +49,6 @@ class Suffix(NamedTuple):
     ce: Float[Tensor, "B H"]
 
 
-@torch.no_grad()
 def oracle(
     model: nn.Module,
     input_ids: Int[Tensor, "B S"],
@@ -70,19 +69,47 @@ def oracle(
     Rows of the frame are in the order of `samples`, then of the actions. ValueError for a layer without router, a
     position that is outside, padding or without a target, horizon < 1, or a model with top_k = 1.
     """
+    losses = {
+        sample.key: sample.ce.double().mean(-1)
+        for sample in action_ce(
+            model, input_ids, samples, attention_mask, horizon, isolation, position_ids, max_tokens, family
+        )
+    }
+    return _frame(samples, losses, action_names(anatomy(model, family).top_k))
+
+
+class SampleCE(NamedTuple):
+    key: tuple[int, int, int]
+    """Row, position, layer."""
+    ce: Float[Tensor, "A N"]
+    """CE of each of the N targets that the horizon covers, under each action."""
+
+
+@torch.no_grad()
+def action_ce(
+    model: nn.Module,
+    input_ids: Int[Tensor, "B S"],
+    samples: Sequence[tuple[int, int, int]],
+    attention_mask: Int[Tensor, "B S"] | Bool[Tensor, "B S"] | None = None,
+    horizon: int | None = None,
+    isolation: Isolation = "exact",
+    position_ids: Int[Tensor, "B S"] | None = None,
+    max_tokens: int = MAX_TOKENS,
+    family: Family | None = None,
+) -> Iterator[SampleCE]:
+    """What `oracle` averages, target by target, so that one replay serves every shorter horizon; in no particular order."""
     parts = anatomy(model, family)
     check_freedom(parts.top_k)
     for layer in sorted({int(sample[2]) for sample in samples}):
         parts.moe_layer(layer)
     places = sites(input_ids, documents(input_ids, attention_mask, position_ids), samples, horizon)
-    losses: dict[tuple[int, int, int], Tensor] = {}
-    for batch in site_batches(places, parts.top_k, 1 if isolation == "exact" else max_tokens):
+    max_tokens = 1 if isolation == "exact" else max_tokens
+    for batch in site_batches(places, parts.top_k, max_tokens):
         suffix = native_suffix(model, parts, batch)
         for layer, rows in _acted_on(batch).items():
-            ce = _replay(model, parts, suffix, layer, rows, 1 if isolation == "exact" else max_tokens)
-            for row, values in zip(rows.tolist(), ce, strict=True):
-                losses[batch[row].row, batch[row].position, layer] = values
-    return _frame(samples, losses, action_names(parts.top_k))
+            for row, ce in zip(rows.tolist(), _replay(model, parts, suffix, layer, rows, max_tokens), strict=True):
+                site = batch[row]
+                yield SampleCE((site.row, site.position, layer), ce[:, : site.num_targets].cpu())
 
 
 def site_batches(places: Sequence[Site], top_k: int, max_tokens: int) -> Iterator[list[Site]]:
@@ -149,8 +176,8 @@ def _acted_on(batch: Sequence[Site]) -> dict[int, Int[Tensor, " R"]]:
 
 def _replay(
     model: Any, parts: Anatomy, suffix: Suffix, layer: int, rows: Int[Tensor, " B"], max_tokens: int
-) -> Float[Tensor, "B A"]:
-    """Mean CE of every action at `rows` of the batch, in chunks of at most `max_tokens` tokens (at least one row)."""
+) -> Float[Tensor, "B A H"]:
+    """CE under every action at `rows` of the batch, in chunks of at most `max_tokens` tokens (at least one row)."""
     weights = action_weights(suffix.native[layer].weights[rows])
     flat = weights.flatten(0, 1)
     of_row = rows.repeat_interleave(weights.shape[1])
@@ -159,8 +186,7 @@ def _replay(
         replay_rows(model, parts, suffix, layer, chunk, chunk_weights)
         for chunk, chunk_weights in zip(of_row.split(size), flat.split(size), strict=True)
     ]
-    counts = (suffix.batch.targets != -100).sum(-1)[of_row]
-    return (torch.cat(ce).double().sum(-1) / counts).unflatten(0, weights.shape[:2])
+    return torch.cat(ce).unflatten(0, weights.shape[:2])
 
 
 def replay_rows(
@@ -189,9 +215,7 @@ class Acted(NamedTuple):
     """The same through the final norm: the last hidden state where the layer is the last one."""
 
 
-def act(
-    parts: Anatomy, suffix: Suffix, layer: int, rows: Int[Tensor, " R"], weights: Float[Tensor, "R K"]
-) -> Acted:
+def act(parts: Anatomy, suffix: Suffix, layer: int, rows: Int[Tensor, " R"], weights: Float[Tensor, "R K"]) -> Acted:
     """Run `layer` alone on token t of the batch `rows`, its selected experts weighted by `weights`."""
     module = parts.moe_layer(layer)
     native = suffix.native[layer]

@@ -50,7 +50,9 @@ def documents(
     """Every document, by row; a document starts where real tokens do and where position_ids restart at 0."""
     real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     if real.shape != input_ids.shape:
-        raise ValueError(f"attention_mask is {tuple(real.shape)} and input_ids {tuple(input_ids.shape)}; pass one entry a token")
+        raise ValueError(
+            f"attention_mask is {tuple(real.shape)} and input_ids {tuple(input_ids.shape)}; pass one entry a token"
+        )
     found = []
     for row in range(input_ids.shape[0]):
         columns = real[row].nonzero()[:, 0].tolist()
@@ -58,7 +60,9 @@ def documents(
             continue
         start, stop = columns[0], columns[-1] + 1
         if len(columns) != stop - start:
-            raise ValueError(f"attention_mask[{row}] has a gap: real tokens of a row must be one run; pad left or right")
+            raise ValueError(
+                f"attention_mask[{row}] has a gap: real tokens of a row must be one run; pad left or right"
+            )
         starts = [start]
         if position_ids is not None:
             restarts = (position_ids[row, start + 1 : stop] == 0).nonzero()[:, 0].tolist()
