@@ -40,8 +40,11 @@ def main(arguments: list[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     if options.verb == "train":
         from aarlib.nano.pretrain import pretrain
+        from aarlib.runtime.tracking import single_run
 
-        print(pretrain(config))
+        run = config.storage / config.name
+        with single_run(config.tracking, config.storage, run, config.model_dump(mode="json")) as logged:
+            print(pretrain(config, logged.log))
     elif options.verb == "save":
         from aarlib.nano.pretrain import save_newest
 

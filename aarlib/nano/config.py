@@ -6,7 +6,9 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from aarlib.aar.config import AARConfig
 from aarlib.config import Config
+from aarlib.training.config import TrackingConfig
 
 Register = Literal["almanac", "web", "ledger"]
 KINDS = ("article", "questions", "sums", "problem", "story", "instruction", "real")
@@ -102,8 +104,23 @@ class PretrainConfig(Config):
     balance_coefficient: float = Field(default=0.05, ge=0)
     """Weight of the load-balancing loss, computed for each layer and for world and real text apart, then averaged."""
     z_coefficient: float = Field(default=1e-4, ge=0)
+    train: Literal["model", "all"] = "model"
+    """`all`: the model and, from its first step on, attention-aware routers in the layers of `aar`."""
+    aar: AARConfig | None = None
+    tracking: TrackingConfig = TrackingConfig(experiment="pretrain_nano")
     log_every: int = Field(default=10, ge=1)
     checkpoint_every: int = Field(default=50, ge=1)
+
+    @model_validator(mode="after")
+    def _what_is_trained(self) -> Self:
+        if (self.train == "all") != (self.aar is not None):
+            raise ValueError(
+                f"train = {self.train!r} with aar {'set' if self.aar else 'not set'}: "
+                "give aar.layers and train = 'all' together, or neither"
+            )
+        if self.aar is not None and max(self.aar.layers) >= self.model.num_layers:
+            raise ValueError(f"aar.layers = {self.aar.layers} with model.num_layers = {self.model.num_layers}")
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -5,24 +5,30 @@ import logging
 import os
 import shutil
 import time
+from collections.abc import Callable, Mapping
 from datetime import UTC
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, OlmoeForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from aarlib.aar.attach import attach_aar
 from aarlib.config import write_text_atomically
+from aarlib.moe.loading import load_model
 from aarlib.nano.config import PretrainConfig
 from aarlib.nano.corpus import draw_batch, read_real_text, tokenizer_texts
 from aarlib.nano.folder import check_world, save_folder, write_world
-from aarlib.nano.model import build_model
+from aarlib.nano.model import Network, build_network
 from aarlib.nano.muon import Muon
 from aarlib.nano.objective import losses
 from aarlib.nano.tokenizer import special_ids, train_tokenizer
+from aarlib.training.adapter import save_adapter
 
 logger = logging.getLogger("aarlib")
+
+Log = Callable[[Mapping[str, float], int], None]
 
 
 class Position(NamedTuple):
@@ -59,29 +65,33 @@ def schedule(config: PretrainConfig, progress: float) -> float:
     return min(1.0, (1 - progress) / (1 - config.decay_from))
 
 
-def pretrain(config: PretrainConfig) -> Path:
-    """Run to the end of the schedule, from the newest checkpoint if there is one; the folder of the final model."""
+def pretrain(config: PretrainConfig, log: Log | None = None) -> Path:
+    """Run to the end of the schedule, from the newest checkpoint if there is one; the folder of the final model.
+
+    `log` gets what metrics.jsonl gets: numbers by name, and the step. With AAR the folder has an `adapter` in it.
+    """
     torch.set_num_threads(config.threads)
     run = config.storage / config.name
     real = read_real_text(config.real_text if config.world.mixture.get("real", 0) > 0 else None)
     tokenizer = prepare_tokenizer(config, run, real)
-    model = build_model(config.model, tokenizer, config.seed)
-    torch.nn.Module.to(model, config.device)
-    model.set_experts_implementation(config.experts_implementation)
-    optimizers = make_optimizers(config, model)
-    position = resume(run, model, optimizers)
+    network = build_network(config, tokenizer)
+    network.model.set_experts_implementation(config.experts_implementation)
+    optimizers = make_optimizers(config, network)
+    position = resume(run, network, optimizers)
     write_text_atomically(run / "config.json", config.to_json() + "\n")
     truncate_metrics(run / "metrics.jsonl", position.step)
     clock, began = Clock(config, position), time.time()
     seen = position.tokens
     while position.progress < 1.0:
-        record, position = train_step(config, model, optimizers, tokenizer, real, position, clock)
+        record, position = train_step(config, network, optimizers, tokenizer, real, position, clock)
         if position.step % config.log_every == 0 or position.progress >= 1.0:
             record["tokens_per_second"] = (position.tokens - seen) / (time.time() - began)
             append_metrics(run / "metrics.jsonl", record)
+            if log is not None:
+                log({name: value for name, value in record.items() if name != "step"}, record["step"])
         if position.step % config.checkpoint_every == 0 or position.progress >= 1.0:
-            save_checkpoint(run, model, optimizers, position)
-    save_folder(model, tokenizer, config.world, run / "model")
+            save_checkpoint(run, network, optimizers, position)
+    save_network(config, network, tokenizer, run / "model")
     return run / "model"
 
 
@@ -99,10 +109,10 @@ def prepare_tokenizer(config: PretrainConfig, run: Path, real: tuple[str, ...]) 
     return tokenizer
 
 
-def make_optimizers(config: PretrainConfig, model: OlmoeForCausalLM) -> list[torch.optim.Optimizer]:
+def make_optimizers(config: PretrainConfig, network: Network) -> list[torch.optim.Optimizer]:
     """Muon for the attention and expert matrices; AdamW for embeddings, output head, norms and routers."""
     matrices, rest = [], []
-    for name, parameter in model.named_parameters():
+    for name, parameter in network.named_parameters().items():
         inside = ".layers." in name and parameter.dim() > 1 and not name.endswith("gate.weight")
         (matrices if inside else rest).append(parameter)
     return [
@@ -113,7 +123,7 @@ def make_optimizers(config: PretrainConfig, model: OlmoeForCausalLM) -> list[tor
 
 def train_step(
     config: PretrainConfig,
-    model: OlmoeForCausalLM,
+    network: Network,
     optimizers: list[torch.optim.Optimizer],
     tokenizer: PreTrainedTokenizerFast,
     real: tuple[str, ...],
@@ -127,9 +137,9 @@ def train_step(
         for group in optimizer.param_groups:
             group["lr"] = peak * rate
     with torch.autocast(torch.device(config.device).type, torch.bfloat16, enabled=config.autocast):
-        parts = losses(model, *tensors)
+        parts = losses(network.model, *tensors)
     (parts.ce + config.balance_coefficient * parts.balance + config.z_coefficient * parts.z).backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+    norm = torch.nn.utils.clip_grad_norm_(network.named_parameters().values(), config.max_grad_norm)
     if not torch.isfinite(norm):
         raise ValueError(
             f"step {position.step}: the gradient is not finite; lower learning_rate = {config.learning_rate}"
@@ -174,16 +184,12 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted(run.glob("checkpoint-*"))
 
 
-def save_checkpoint(
-    run: Path, model: OlmoeForCausalLM, optimizers: list[torch.optim.Optimizer], position: Position
-) -> None:
+def save_checkpoint(run: Path, network: Network, optimizers: list[torch.optim.Optimizer], position: Position) -> None:
     """checkpoint-<step>/ with weights, optimizer state and position; renamed when whole, the newest two are kept."""
     final = run / f"checkpoint-{position.step:07d}"
     temporary = run / f".{final.name}.{os.getpid()}.tmp"
     temporary.mkdir()
-    save_file(
-        {name: tensor.contiguous() for name, tensor in model.state_dict().items()}, temporary / "model.safetensors"
-    )
+    save_file(network.state(), temporary / "model.safetensors")
     torch.save([optimizer.state_dict() for optimizer in optimizers], temporary / "optimizers.pt")
     (temporary / "position.json").write_text(json.dumps(position._asdict()), encoding="utf-8")
     if final.exists():
@@ -193,12 +199,12 @@ def save_checkpoint(
         shutil.rmtree(old)
 
 
-def resume(run: Path, model: OlmoeForCausalLM, optimizers: list[torch.optim.Optimizer]) -> Position:
-    """Load the newest checkpoint into `model` and `optimizers`; the start of a run where there is none."""
+def resume(run: Path, network: Network, optimizers: list[torch.optim.Optimizer]) -> Position:
+    """Load the newest checkpoint into `network` and `optimizers`; the start of a run where there is none."""
     found = checkpoints(run)
     if not found:
         return Position()
-    model.load_state_dict(load_file(found[-1] / "model.safetensors"))
+    network.load(load_file(found[-1] / "model.safetensors"))
     states = torch.load(found[-1] / "optimizers.pt", weights_only=True)
     for optimizer, state in zip(optimizers, states, strict=True):
         optimizer.load_state_dict(state)
@@ -212,7 +218,20 @@ def save_newest(config: PretrainConfig, folder: Path) -> Path:
     run = config.storage / config.name
     real = read_real_text(config.real_text if config.world.mixture.get("real", 0) > 0 else None)
     tokenizer = prepare_tokenizer(config, run, real)
-    model = build_model(config.model, tokenizer, config.seed)
-    resume(run, model, make_optimizers(config, model))
-    save_folder(model, tokenizer, config.world, folder)
+    network = build_network(config, tokenizer)
+    resume(run, network, make_optimizers(config, network))
+    save_network(config, network, tokenizer, folder)
     return folder
+
+
+def save_network(config: PretrainConfig, network: Network, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """A Hugging Face folder of the model; with AAR its routers' adapter in `adapter`, for load_adapter."""
+    network.write_routers()
+    save_folder(network.model, tokenizer, config.world, folder)
+    if network.handle is not None:
+        saved, _ = load_model(str(folder))
+        handle = attach_aar(saved, network.handle.config)
+        with torch.no_grad():
+            for (_, ours), (_, theirs) in zip(handle.trainable(), network.handle.trainable(), strict=True):
+                ours.copy_(theirs)
+        save_adapter(handle, folder / "adapter", metadata={"seed": config.seed, "train": "all"}, overwrite=True)

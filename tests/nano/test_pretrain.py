@@ -1,15 +1,21 @@
 import json
+import shutil
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
+from aarlib.moe.loading import load_model
 from aarlib.nano.config import PretrainConfig
+from aarlib.nano.model import Network, build_network
 from aarlib.nano.muon import orthogonalise
 from aarlib.nano.objective import load_balance
 from aarlib.nano.pretrain import checkpoints, pretrain, save_newest
+from aarlib.training.adapter import load_adapter
+from pipelines.pretrain_nano import main
 
 TINY = {
     "name": "tiny",
@@ -71,6 +77,63 @@ def test_resuming_gives_the_uninterrupted_run(finished: PretrainConfig, tmp_path
     assert logs[0] == logs[1]
 
 
+def test_with_aar_from_the_start_everything_is_trained_saved_and_resumed(tmp_path: Path):
+    aar = {"layers": [1], "window": 8}
+    config = _config(tmp_path, train="all", aar=aar, checkpoint_every=3)
+    pretrain(config)
+    run = tmp_path / "tiny"
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    start, end = build_network(config, tokenizer), build_network(config, tokenizer)
+    end.load(load_file(checkpoints(run)[-1] / "model.safetensors"))
+    named = start.named_parameters()
+    assert {"aar.0.weight", "aar.1.attention_time", "aar.1.gate_spectrum"} < named.keys()
+    assert "model.layers.0.mlp.gate.weight" not in named
+    assert all(not torch.equal(value, named[name]) for name, value in end.named_parameters().items())
+    _check_saved(run / "model", end, tokenizer)
+    whole = load_file(checkpoints(run)[-1] / "model.safetensors")
+    shutil.rmtree(checkpoints(run)[-1])
+    pretrain(config)
+    again = load_file(checkpoints(run)[-1] / "model.safetensors")
+    assert all(torch.equal(again[name], whole[name]) for name in whole)
+    with pytest.raises(ValueError, match=r"the checkpoint is of another network: \['aar"):
+        pretrain(_config(tmp_path))
+
+
+def _check_saved(folder: Path, network: Network, tokenizer) -> None:
+    model, _ = load_model(str(folder), dtype="float32")
+    inputs = {"input_ids": torch.tensor([tokenizer.encode("The river runs north.")])}
+    stock = model(**inputs).logits
+    load_adapter(model, folder / "adapter")
+    with torch.no_grad():
+        for parameter in network.model.parameters():
+            parameter.copy_(parameter.bfloat16())
+        wanted = network.model(**inputs).logits
+        assert torch.allclose(model(**inputs).logits, wanted, atol=1e-5)
+    assert (stock - wanted).abs().max() > 1e-2
+
+
+def _toml(values: dict[str, int]) -> str:
+    return "".join(f"{name} = {value}\n" for name, value in values.items())
+
+
+def test_the_verb_logs_to_mlflow(tmp_path: Path):
+    from mlflow.tracking import MlflowClient
+
+    file = tmp_path / "tiny.toml"
+    file.write_text(
+        f'name = "tiny"\nstorage = "{tmp_path}"\ntoken_budget = 600\nbatch_tokens = 256\nlog_every = 1\n'
+        "phases = [{until = 1.0, sequence_length = 64}]\n[world]\nentities_per_subject = 6\n"
+        f"mixture = {{article = 0.5, sums = 0.5}}\n[model]\n{_toml(TINY['model'])}"
+    )
+    main(["train", "--config", str(file)])
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("pretrain_nano")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED" and run.info.run_name == "tiny" and run.data.params["model.num_experts"] == "4"
+    history = client.get_metric_history(run.info.run_id, "train/ce")
+    assert [metric.value for metric in history] == [record["train/ce"] for record in _records(tmp_path / "tiny")]
+
+
 def test_a_wall_clock_ends_the_schedule_with_the_rate_at_zero(tmp_path: Path):
     config = _config(tmp_path, token_budget=10**9, stop_at=(datetime.now(UTC) + timedelta(seconds=6)).isoformat())
     pretrain(config)
@@ -95,7 +158,7 @@ def test_a_checkpoint_of_another_world_is_refused(finished: PretrainConfig):
 
 
 def test_save_makes_a_plain_folder_and_keeps_the_card(finished: PretrainConfig, tmp_path: Path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     folder = tmp_path / "weights"
     folder.mkdir()
@@ -115,6 +178,10 @@ def test_bad_settings_are_refused_before_anything_runs(tmp_path: Path):
         PretrainConfig.from_mapping({})
     with pytest.raises(ValueError, match="exceeds model.context = 128"):
         _config(tmp_path, phases=[{"until": 1.0, "sequence_length": 200}])
+    with pytest.raises(ValueError, match="give aar.layers and train = 'all' together"):
+        _config(tmp_path, train="all")
+    with pytest.raises(ValueError, match=r"aar.layers = \(2,\) with model.num_layers = 2"):
+        _config(tmp_path, train="all", aar={"layers": [2], "window": 8})
     with pytest.raises(ValueError, match="holds no gutenberg"):
         pretrain(_config(tmp_path, real_text=str(tmp_path), world={}))
 
