@@ -1,7 +1,7 @@
 """Attach an aggregation head to a frozen model. Selection, expert outputs and mass stay; only the weights change.
 
-Around the router (outside any trained one): u from the family's experts, s from the head, w' = M q; around the experts: sum_j w'_j u_j
-of the same u, so that no expert runs twice. What records or intervenes on the router sees w'.
+Around the router (outside any trained one): u from the family's experts, s from the head, w' = M q; around the experts:
+sum_j w'_j u_j of the same u, so that no expert runs twice. What records or intervenes on the router sees w'.
 T tokens, D d_model, K top_k.
 """
 
@@ -134,7 +134,7 @@ class AggregationHandle:
             if layer.index not in self.acting:
                 return inner(hidden)
             rows = hidden.reshape(-1, hidden.shape[-1])
-            native, outputs = self.known.get(layer.index) or self._evaluate(layer, inner, hidden)
+            native, outputs = self.known.get(layer.index) or evaluate(layer, inner, hidden)
             scores = self._scores(layer.index, rows, outputs, native)
             weights = aggregate(native.weights, scores)
             if self._scored is not None:
@@ -143,16 +143,6 @@ class AggregationHandle:
             return native.router_logits, weights, native.expert_ids
 
         return wrapper
-
-    def _evaluate(self, layer: LayerAnatomy, router: Callable[..., Any], hidden: Tensor) -> Evaluated:
-        native = RouterOutput(*router(hidden))
-        experts = layer.experts
-        assert experts is not None
-
-        def call(*args: Tensor) -> Tensor:
-            return call_below(experts, Rank.AGGREGATION, *args)
-
-        return Evaluated(native, expert_outputs(call, hidden.reshape(-1, hidden.shape[-1]), native.expert_ids))
 
     def _scores(self, layer: int, hidden: Tensor, outputs: Tensor, native: RouterOutput) -> Tensor:
         scores = self.head(hidden, outputs, native.weights, native.expert_ids, layer, masked=self.masked)
@@ -180,6 +170,18 @@ class _Pending(NamedTuple):
     expert_ids: Tensor
     outputs: Tensor
     weights_dtype: torch.dtype
+
+
+def evaluate(layer: LayerAnatomy, router: Callable[..., Any], hidden: Tensor) -> Evaluated:
+    """What `router`, the forward below an aggregation, selects for `hidden`, and the outputs of those experts."""
+    native = RouterOutput(*router(hidden))
+    experts = layer.experts
+    assert experts is not None
+
+    def call(*args: Tensor) -> Tensor:
+        return call_below(experts, Rank.AGGREGATION, *args)
+
+    return Evaluated(native, expert_outputs(call, hidden.reshape(-1, hidden.shape[-1]), native.expert_ids))
 
 
 def weighted_sum(weights_TK: Tensor, outputs_TKD: Tensor) -> Tensor:

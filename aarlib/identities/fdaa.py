@@ -27,34 +27,35 @@ class FixedDispatch(NamedTuple):
     """Largest |w'_j - w_j|: 0 proves nothing."""
 
 
-def attach_random_head(model: Any, seed: int = 0, family: Family | None = None) -> AggregationHandle:
+def attach_random_head(
+    model: Any, seed: int = 0, family: Family | None = None, scale: float = 4.0
+) -> AggregationHandle:
     """A head on every MoE layer whose scores are of order 1."""
     handle = attach_fdaa(model, FDAAConfig(layers=anatomy(model, family).moe_layers), seed, family)
-    randomise_head(handle, seed)
+    randomise_head(handle, seed, scale)
     return handle
 
 
-def randomise_head(handle: AggregationHandle, seed: int = 0) -> None:
+def randomise_head(handle: AggregationHandle, seed: int = 0, scale: float = 4.0) -> None:
+    """Draw the last layer, or the calibrator's table, from N(0, scale^2)."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in handle.trainable():
             if name in ("head.score.weight", "head.table"):
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 2)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
 
 
 def head_bite(model: Any, handle: AggregationHandle, inputs: Inputs) -> Bite:
-    """Share of picks of later layers that the head changes (it changes none at its own), and the largest move of a logit."""
+    """Share of picks of the handle's last layer that its heads below change (none changes its own), and the largest move of a logit."""
     with record(model, handle.layers, dispatch=True, family=handle.anatomy.family) as patched:
         moved = _logits(model, inputs)
     handle.enabled = False
     with record(model, handle.layers, dispatch=True, family=handle.anatomy.family) as stock:
         expected = _logits(model, inputs)
     handle.enabled = True
-    changed = [
-        _share_changed(patched.dispatch[layer].expert_ids, stock.dispatch[layer].expert_ids)
-        for layer in handle.layers[1:]
-    ]
-    return Bite(sum(changed) / len(changed), float((moved - expected).abs().max()))
+    last = handle.layers[-1]
+    changed = _share_changed(patched.dispatch[last].expert_ids, stock.dispatch[last].expert_ids)
+    return Bite(changed, float((moved - expected).abs().max()))
 
 
 def fixed_dispatch(model: Any, handle: AggregationHandle, inputs: Inputs) -> FixedDispatch:

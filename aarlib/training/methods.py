@@ -1,12 +1,14 @@
 """Methods: what is attached, what is trained and on which loss. One dict from a config's `name` to its class."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from aarlib.aar.attach import RoutingHandle, attach_aar
 from aarlib.aar.config import AARConfig, RouterSFTConfig
+from aarlib.fdaa.attach import AggregationHandle
+from aarlib.training.aggregation import AggregationMethod
 from aarlib.training.objectives import Term, next_token_ce
 
 
@@ -16,7 +18,7 @@ class Method(Protocol):
     @property
     def first_trainable_layer(self) -> int: ...
 
-    def attach(self, model: nn.Module) -> RoutingHandle: ...
+    def attach(self, model: nn.Module) -> RoutingHandle | AggregationHandle: ...
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor], step: int) -> dict[str, Term]: ...
 
@@ -46,9 +48,14 @@ class RoutingMethod:
         return {"ce": Term(ce_sum_B.sum(), num_targets_B.sum())}
 
 
-METHODS = {"router_sft": RoutingMethod, "aar": RoutingMethod}
+METHODS = {
+    "router_sft": RoutingMethod,
+    "aar": RoutingMethod,
+    "fdaa": AggregationMethod,
+    "static_calibrator": AggregationMethod,
+}
 
 
-def build_method(config: RouterSFTConfig | AARConfig, seed: int = 0) -> RoutingMethod:
+def build_method(config: Any, seed: int = 0) -> RoutingMethod | AggregationMethod:
     """The method of a config; `seed` initialises its trained parameters."""
     return METHODS[config.name](config, seed)

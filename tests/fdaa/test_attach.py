@@ -33,6 +33,7 @@ def logits(model, inputs):
 @routers
 def test_step_0_is_the_native_model(family, with_aar):
     model = model_of(family, with_aar)
+    model.set_experts_implementation("grouped_mm")  # the default of load_model; the weighted sum is the same arithmetic
     assert identities.step0_against_stock(model, tiny_inputs(model)) < 1e-6
 
 
@@ -69,9 +70,10 @@ def test_disabled_and_detached_are_the_model_before_bitwise(family, with_aar):
 @families
 def test_the_kv_cache_gives_the_full_forward(family):
     model = tiny_model(family)
-    identities.attach_random_head(model)
+    handle = identities.attach_random_head(model, scale=1.0)
     for padding in ("none", "left"):
         inputs = tiny_inputs(model, padding=padding)
+        assert identities.head_bite(model, handle, inputs).logits_moved > 1e-2
         assert identities.prefill_against_decode(model, inputs, chunk=1) < 1e-5
 
 

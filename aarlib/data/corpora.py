@@ -1,0 +1,146 @@
+"""Plain text: documents of files, splits that share no document, and windows of tokens."""
+
+import gzip
+import io
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import pyarrow.parquet as pq
+
+from aarlib.data.chat import Encoded
+from aarlib.data.sampling import row_hash
+
+Split = Literal["development", "test", "train"]
+Documents = Literal["whole", "headings"]
+FORMATS = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
+_TITLE = re.compile(r"^ ?= (?!=).*[^=] =\s*$")
+"""WikiText's line of an article's title; the headings of its sections have two or more equals signs."""
+
+
+class TextDocument(NamedTuple):
+    doc_id: str
+    """`<file name>:<line or row>`, counted from 1."""
+    text: str
+
+
+class _Piece(NamedTuple):
+    """A whole text, or one line of one, and where it is."""
+
+    number: int
+    text: str
+
+
+def read_documents(path: str | os.PathLike[str], split: Documents = "whole") -> Iterator[TextDocument]:
+    """Documents of a .txt file (one), or of the rows {"text": ...} of a .jsonl(.gz) or .parquet file; blank ones are left out.
+
+    `headings` splits raw WikiText at the titles of its articles instead: the lines of a .txt file, or of all rows
+    together. Raises ValueError for a file that does not exist or has another format, and for a row without text.
+    """
+    path = Path(path)
+    if not path.name.endswith(FORMATS):
+        raise ValueError(f"{path}: not a {', '.join(FORMATS)} file; convert it")
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; name a {', '.join(FORMATS)} file")
+    pieces = _pieces(path)
+    if split == "headings":
+        pieces = _articles(_lines(pieces))
+    for number, text in pieces:
+        if text.strip():
+            yield TextDocument(f"{path.name}:{number}", text)
+
+
+def _pieces(path: Path) -> Iterator[_Piece]:
+    if path.suffix == ".txt":
+        yield _Piece(1, path.read_text(encoding="utf-8"))
+    elif path.suffix == ".parquet":
+        with pq.ParquetFile(path) as file:
+            if "text" not in file.schema_arrow.names:
+                raise ValueError(f"{path}: no column `text` (columns: {', '.join(file.schema_arrow.names)})")
+            number = 0
+            for batch in file.iter_batches(batch_size=256, columns=["text"]):
+                for text in batch.column(0).to_pylist():
+                    number += 1
+                    yield _Piece(number, _checked(text, f"{path.name}:{number}"))
+    else:
+        opened: Any = gzip.open if path.suffix == ".gz" else open
+        with opened(path, "rt", encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _Piece(number, _row_text(line, f"{path.name}:{number}"))
+
+
+def _row_text(line: str, place: str) -> str:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place}: not valid JSON: {error}") from None
+    return _checked(row.get("text") if isinstance(row, dict) else None, place)
+
+
+def _checked(text: Any, place: str) -> str:
+    if not isinstance(text, str):
+        raise ValueError(f"{place}: no string under `text`; give one document a row")
+    return text
+
+
+def _lines(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
+    lines = (line for _, text in pieces for line in io.StringIO(text))
+    for number, line in enumerate(lines, 1):
+        yield _Piece(number, line)
+
+
+def _articles(lines: Iterable[_Piece]) -> Iterator[_Piece]:
+    """Articles with their titles, numbered by the title's line; what stands before the first title is left out."""
+    start, article = 0, list[str]()
+    for number, line in lines:
+        if _TITLE.match(line):
+            if article:
+                yield _Piece(start, "".join(article))
+            start, article = number, []
+        if start:
+            article.append(line)
+    if article:
+        yield _Piece(start, "".join(article))
+
+
+def split_of(doc_id: str, development: float, test: float) -> Split:
+    """The split of a document, by a stable hash of its id: the shares `development` and `test`, the rest is for training."""
+    if min(development, test) < 0 or development + test > 1:
+        raise ValueError(f"shares development = {development}, test = {test}: not negative, and at most 1 together")
+    draw = row_hash(doc_id, "split") / 2**64
+    if draw < test:
+        return "test"
+    return "development" if draw < test + development else "train"
+
+
+def separator_id(tokenizer: Any) -> int:
+    """The token between documents: the one that starts a text, else the one that ends it."""
+    chosen = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if chosen is None:
+        raise ValueError(
+            f"tokenizer {tokenizer.name_or_path!r} has neither a bos nor an eos token to put between documents"
+        )
+    return int(chosen)
+
+
+def windows(documents: Iterable[TextDocument], tokenizer: Any, length: int, separator: int) -> Iterator[Encoded]:
+    """Rows of exactly `length` tokens of the documents joined by `separator`, every token a target; the rest is dropped.
+
+    row_id is `<doc_id>+<offset>`: where in which document the row starts.
+    """
+    if length < 2:
+        raise ValueError(f"length = {length}: a window needs 2 tokens or more")
+    tokens: list[int] = []
+    places: list[tuple[str, int]] = []
+    for doc_id, text in documents:
+        ids = [*tokenizer(text, add_special_tokens=False, verbose=False).input_ids, separator]
+        tokens += ids
+        places += [(doc_id, offset) for offset in range(len(ids))]
+        while len(tokens) >= length:
+            name, offset = places[0]
+            yield Encoded(f"{name}+{offset}", tokens[:length], [True] * length, False)
+            tokens, places = tokens[length:], places[length:]
