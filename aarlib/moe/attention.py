@@ -104,6 +104,8 @@ def _attention_forward(
         raise ValueError(f"attention dropout = {dropout} while windows are captured; put the frozen model in eval()")
     requests: list[CaptureRequest] = module.config.requests  # pyright: ignore[reportAttributeAccessIssue, reportAssignmentType]
     num_queries, num_keys = query.shape[2], key.shape[2]
+    if attention_mask is not None and attention_mask.shape[-1] > num_keys:
+        attention_mask = attention_mask[..., :num_keys]
     with_sink = next((request.sink_index for request in requests if request.sink_index is not None), None)
     mask = None if attention_mask is None else attention_mask[..., :num_keys]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

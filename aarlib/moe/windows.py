@@ -5,18 +5,17 @@ w[b,i,m] = mean_h softmax_j(scale q_i k_j + mask_ij)[c(i) - M + 1 + m],   c(i) =
 B batch, Sq queries, Skv keys (cached ones first), H query heads, Hkv key heads, Dh and Dv head sizes, M window.
 """
 
-from typing import Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from aarlib.moe.backends import Backend, choose
 from aarlib.moe.windows_blockwise import AttentionOutput, blockwise_attention, causal_mask, head_weights
 from aarlib.moe.windows_fused import fused_attention
 
 __all__ = ["AttentionOutput", "attention_with_windows", "mean_head_weights_reference"]
-
-Backend = Literal["auto", "fused", "blockwise"]
 
 
 def attention_with_windows(
@@ -40,17 +39,22 @@ def attention_with_windows(
     float32. sink is a measurement and carries no gradient, nor do the windows where window_grad is False; sink_index -1
     gives 0.
 
-    fused (CPU): the flash kernel of aten and only M diagonals. blockwise (any device, CUDA included): 128 rows of
-    weights at a time. auto: fused on CPU in float32 and bfloat16, else blockwise.
+    `backend`: a fused kernel of aarlib/moe/kernels.py and only M diagonals, or blockwise (any device): 128 rows of weights
+    at a time. auto: the first kernel that takes the call and passes its self-check, else blockwise.
     """
-    _check(query, key, value, mask, window, sinks, sink_index, backend)
+    _check(query, key, value, mask, window, sinks, sink_index)
     sink_index = None if sink_index is None else sink_index.long()
-    if backend == "auto":
-        fused = query.device.type == "cpu" and query.dtype in (torch.float32, torch.bfloat16)
-        backend = "fused" if fused else "blockwise"
-    attention = fused_attention if backend == "fused" else blockwise_attention
-    output, windows, sink = attention(query, key, value, mask, scale, window, sinks, sink_index, window_grad)
+    arguments = (query, key, value, mask, scale, window, sinks, sink_index, window_grad)
+    output, windows, sink = _by_backend(backend, *arguments)
     return AttentionOutput(output, None if windows is None else windows.float(), None if sink is None else sink.float())
+
+
+@torch.compiler.disable()  # a graph break: inductor fails on the band's strided reads ("vr must not be None")
+def _by_backend(backend: Backend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any) -> Any:
+    kernel = choose(query, key, value, mask, backend)
+    if kernel is None:
+        return blockwise_attention(query, key, value, mask, *rest)
+    return fused_attention(kernel, query, key, value, mask, *rest)
 
 
 def mean_head_weights_reference(
@@ -73,7 +77,6 @@ def _check(
     window: int | None,
     sinks: Tensor | None,
     sink_index: Tensor | None,
-    backend: str,
 ) -> None:
     batch, num_heads, num_queries, _ = query.shape
     num_key_heads, num_keys = key.shape[1:3]
@@ -99,7 +102,3 @@ def _check(
             raise ValueError(f"mask has shape {tuple(mask.shape)}: use {expected}, batch and heads may be 1")
         if mask.requires_grad:
             raise ValueError("mask requires a gradient, which is not computed: pass mask.detach()")
-    if backend not in ("auto", "fused", "blockwise"):
-        raise ValueError(f"backend is {backend!r}: use 'auto', 'fused' or 'blockwise'")
-    if backend == "fused" and query.device.type != "cpu":
-        raise ValueError(f"backend is 'fused' and query is on {query.device}: fused runs on CPU; use 'auto'")

@@ -14,12 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from aarlib.moe import backends
 from aarlib.moe import windows as windows_module
+from aarlib.moe.kernels import KERNELS
 from aarlib.moe.windows import attention_with_windows, mean_head_weights_reference
 from aarlib.moe.windows_blockwise import blockwise_attention
 from aarlib.moe.windows_fused import fused_attention
 
-BACKENDS = ("fused", "blockwise")
+BACKENDS = ("cpu_flash", "blockwise")
 SCALE = 0.4
 
 
@@ -329,7 +331,12 @@ def test_recomputation_and_repeated_backward(backend: str) -> None:
         assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])
 
 
-@pytest.mark.parametrize("attention", [fused_attention, blockwise_attention], ids=BACKENDS)
+def flash_attention(*arguments):
+    [kernel] = [kernel for kernel in KERNELS if kernel.name == "cpu_flash"]
+    return fused_attention(kernel, *arguments)
+
+
+@pytest.mark.parametrize("attention", [flash_attention, blockwise_attention], ids=BACKENDS)
 @pytest.mark.parametrize("name", ["causal", "left_padding", "chunked", "decode"])
 def test_gradcheck_in_float64(attention, name: str) -> None:
     case = CASES[name]._replace(batch=2, heads=2, key_heads=1, head_dim=3, value_dim=2, window=3, sinks=True)
@@ -371,7 +378,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_fused_creates_nothing_of_size_s_times_s() -> None:
+def test_the_flash_kernel_creates_nothing_of_size_s_times_s() -> None:
     length = 1024
     case = Case(batch=1, heads=1, key_heads=1, queries=length, keys=length, window=40)
     inputs = make_inputs(case)
@@ -383,15 +390,15 @@ def test_fused_creates_nothing_of_size_s_times_s() -> None:
         with LargestTensor() as tracker:
             weighted_loss(result.output, result.windows).backward()
         largest[backend + " backward"] = tracker.numel
-    assert largest["fused"] <= length * (64 + case.window), largest
-    assert largest["fused backward"] <= length * (64 + case.window), largest
+    assert largest["cpu_flash"] <= length * (64 + case.window), largest
+    assert largest["cpu_flash backward"] <= length * (64 + case.window), largest
     assert largest["blockwise"] >= 128 * length, largest
 
 
-def test_auto_is_fused_on_cpu_and_equals_plain_attention() -> None:
+def test_auto_is_the_flash_kernel_on_cpu_and_equals_plain_attention() -> None:
     inputs = make_inputs(CASES["causal"])
     result = run(inputs, 4, "auto")
-    assert torch.equal(result.output, run(inputs, 4, "fused").output)
+    assert torch.equal(result.output, run(inputs, 4, "cpu_flash").output)
     assert torch.equal(result.output, scaled_dot_product_attention(*inputs[:3], is_causal=True, scale=SCALE))
     double = make_inputs(CASES["causal"], torch.float64)
     assert torch.equal(run(double, 4, "auto").output, run(double, 4, "blockwise").output)
@@ -427,17 +434,17 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="mask requires a gradient"):
         mask = torch.zeros(2, 1, 9, 9, requires_grad=True)
         attention_with_windows(query, key, value, mask=mask, scale=1.0, window=2)
-    with pytest.raises(ValueError, match="fused runs on CPU"):
+    with pytest.raises(ValueError, match="backend = 'cpu_flash' does not take torch.float32 on meta without a mask"):
         meta = [tensor.to("meta") for tensor in (query, key, value)]
-        attention_with_windows(*meta, mask=None, scale=1.0, window=2, backend="fused")
+        attention_with_windows(*meta, mask=None, scale=1.0, window=2, backend="cpu_flash")
+    with pytest.raises(ValueError, match="backend is 'flash': use 'auto', 'blockwise' or one of cuda_flash"):
+        backends._named("flash")
     check = windows_module._check
     with pytest.raises(ValueError, match="mask has shape"):
-        check(query, key, value, torch.ones(2, 1, 9, 8, dtype=torch.bool), 2, None, None, "auto")
+        check(query, key, value, torch.ones(2, 1, 9, 8, dtype=torch.bool), 2, None, None)
     with pytest.raises(ValueError, match="sinks has shape"):
-        check(query, key, value, None, 2, torch.zeros(3), None, "auto")
+        check(query, key, value, None, 2, torch.zeros(3), None)
     with pytest.raises(ValueError, match="sink_index has shape"):
-        check(query, key, value, None, 2, None, torch.zeros(2, 8, dtype=torch.long), "auto")
-    with pytest.raises(ValueError, match="backend is 'flash'"):
-        check(query, key, value, None, 2, None, None, "flash")
+        check(query, key, value, None, 2, None, torch.zeros(2, 8, dtype=torch.long))
     with pytest.raises(ValueError, match="value has shape"):
-        check(query, key, value[:, :, :8], None, 2, None, None, "auto")
+        check(query, key, value[:, :, :8], None, 2, None, None)
