@@ -4,20 +4,24 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib import util
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 from ray import tune
 from ray.tune.integration.ray_train import TuneReportCallback
+from ray.tune.search.sample import Domain
 
 from aarlib.config import write_text_atomically
 from aarlib.report.records import Sweep, read_run
 from aarlib.report.tables import paired_difference
 from aarlib.runtime import tracking
 from aarlib.runtime.cluster import check_resources, concurrent_groups, connect
-from aarlib.runtime.run_directory import check_claim, claim
+from aarlib.runtime.plan import plan
+from aarlib.runtime.run_directory import check_claim, claim, held, run_directory
 from aarlib.runtime.tracking import Tracking
 from aarlib.runtime.trainer import Prepared, check, prepare, train_on
 from aarlib.training.config import RunConfig
@@ -25,6 +29,7 @@ from aarlib.training.config import RunConfig
 logger = logging.getLogger("aarlib")
 
 METRIC = "held_out/ce"
+STUDY, FIGURE = "study.json", "sweep.svg"
 TUNE_FOLDER = "ray_tune"
 DRIVER_RESOURCES = {"node:__internal_head__": 0.001}
 """A trial's driver sits on the head node and takes no CPU from the worker groups (Tune refuses a request for nothing)."""
@@ -34,8 +39,10 @@ DRIVER_RESOURCES = {"node:__internal_head__": 0.001}
 class Study:
     """A search space over config paths, and its budget."""
 
-    space: Mapping[str, Any]
+    space: Mapping[str, Any] = field(default_factory=dict)
     """Dotted config path -> Tune search space (`tune.grid_search`, `tune.choice`, ...). Methods it does not name are left out."""
+    space_from_layers: Callable[[tuple[int, ...]], Mapping[str, Any]] | None = None
+    """Makes more of the space from the layers at which AAR can be attached to the config's model."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Dotted config path -> value of every trial: the budget (`optim.max_steps`), workers a trial (`ray.num_workers`)."""
     seeds: tuple[int, ...] | None = None
@@ -43,10 +50,41 @@ class Study:
     num_samples: int = 1
     """Draws; each repeats the whole grid."""
     scheduler: Callable[[], Any] | None = None
-    """Makes a Tune scheduler; workers report train/ce and step at every checkpoint, held_out/ce at the end."""
+    """Makes a Tune scheduler, such as `asha(...)`; workers report step, train/ce and held_out/ce at every checkpoint."""
     search: Callable[[], Any] | None = None
-    """Makes a Tune searcher, such as Optuna's."""
+    """Makes a Tune searcher, such as `optuna(...)`."""
     time_budget_s: float | None = None
+
+    def record(self) -> dict[str, Any]:
+        """What identifies the study: a sweep is taken up again by the same one only."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return json.loads(json.dumps(values, default=_description, sort_keys=True))
+
+
+def asha(grace_steps: int, reduction_factor: int = 3) -> Callable[[], Any]:
+    """Asynchronous successive halving on held-out CE: of every `reduction_factor` trials at a rung the best goes on."""
+    from ray.tune.schedulers import ASHAScheduler
+
+    never = 1 << 30
+    return partial(
+        ASHAScheduler, time_attr="step", grace_period=grace_steps, reduction_factor=reduction_factor, max_t=never
+    )
+
+
+def optuna(seed: int = 0) -> Callable[[], Any]:
+    """Optuna's tree-structured Parzen estimator."""
+    from ray.tune.search.optuna import OptunaSearch
+
+    return partial(OptunaSearch, seed=seed)
+
+
+def _description(value: Any) -> str:
+    """Of a search-space domain, a scheduler or a searcher: what it is and what it may give, without addresses."""
+    if isinstance(value, partial):
+        return f"{value.func.__name__}({value.keywords})"
+    if isinstance(value, Domain):
+        return f"{type(value).__name__} {value.domain_str} by {type(value.get_sampler()).__name__}"
+    return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 class SweepResult(NamedTuple):
@@ -64,29 +102,59 @@ def sweep(config: RunConfig, study: Study, name: str) -> SweepResult:
 
     Taken up again, it keeps finished trials and runs the others. A ValueError on bad input comes before any trial starts.
     """
+    study = resolved(study, config)
     base = check_sweep(config, study, name)
     connect(base.ray)
     check_resources(base.ray)
-    folder = claim(base)
-    tracked = tracking.start(base, folder, with_children=False)
-    shared = prepare(base) if all(path.startswith("method.") for path in study.space) else None
-    status, problems = tracking.FAILED, list(tracked.problems)
-    try:
-        grid = _tuner(base, study, folder, tracked, shared).fit()
-        trials = _collect(base, study, folder, grid)
-        status = tracking.FINISHED
-    finally:
-        files = tuple(path for path in (folder / "results.csv", folder / "results.json") if path.is_file())
-        problems += tracking.finish(tracked, status, {}, files)
-    best = grid.get_best_result(METRIC, "min").config or {}
+    with held(base) as folder:
+        claim(base)
+        write_text_atomically(folder / STUDY, json.dumps(study.record(), indent=2))
+        tracked = tracking.start(base, folder, with_children=False)
+        shared = prepare(base) if all(path.startswith("method.") for path in study.space) else None
+        status, problems = tracking.FAILED, list(tracked.problems)
+        try:
+            grid = _tuner(base, study, folder, tracked, shared).fit()
+            trials = _collect(base, study, folder, grid)
+            _draw(Sweep(name, trials), folder)
+            status = tracking.FINISHED
+        finally:
+            files = (folder / file for file in ("results.csv", "results.json", STUDY, FIGURE))
+            problems += tracking.finish(tracked, status, {}, tuple(path for path in files if path.is_file()))
+    best = {path: trials.iloc[0][path] for path in study.space}
     return SweepResult(folder, Sweep(name, trials), best, tracked, tuple(problems))
 
 
+def resolved(study: Study, config: RunConfig) -> Study:
+    """The study with the space that it has for this config's model."""
+    if study.space_from_layers is None:
+        return study
+    layers = plan(config).attention_layers
+    return replace(study, space={**study.space, **study.space_from_layers(layers)}, space_from_layers=None)
+
+
+def _draw(found: Sweep, folder: Path) -> None:
+    if util.find_spec("matplotlib") is None:
+        logger.warning("no figure of the sweep: matplotlib is not installed")
+        return
+    from aarlib.report.figures import LIGHT, as_svg
+    from aarlib.report.sweep_figures import sweep_overview
+
+    write_text_atomically(folder / FIGURE, as_svg(sweep_overview(found, LIGHT)).decode())
+
+
 def check_sweep(config: RunConfig, study: Study, name: str) -> RunConfig:
-    """The sweep's own config, checked without Ray: its data, methods and run directory."""
+    """The sweep's own config, checked without Ray: its data, methods and run directory, and that it is the study begun there."""
+    study = resolved(study, config)
     base = trial_config(config, study, {}, f"{config.name}-{name}")
     check(base)
     check_claim(base)
+    stored = run_directory(base) / STUDY
+    if stored.is_file() and (found := json.loads(stored.read_text(encoding="utf-8"))) != (wanted := study.record()):
+        changed = ", ".join(sorted(key for key in wanted if found.get(key) != wanted[key]))
+        raise ValueError(
+            f"study {name!r}: {stored.parent} holds a sweep of the study as it was before ({changed} differ); give the edited "
+            "study another file name, or remove the directory"
+        )
     return base
 
 
@@ -100,7 +168,8 @@ def trial_config(config: RunConfig, study: Study, params: Mapping[str, Any], nam
         )
     methods = {label: method for label, method in config.method.items() if not varied or label in varied}
     restricted = config.model_copy(update={"method": methods, "seeds": study.seeds or config.seeds[:1]})
-    return restricted.updated({**study.fixed, **params, "name": name})
+    reporting = {"ray.evaluate_at_checkpoints": True} if study.scheduler or study.search else {}
+    return restricted.updated({**reporting, **study.fixed, **params, "name": name})
 
 
 def run_trial(
@@ -196,13 +265,15 @@ def _collect(base: RunConfig, study: Study, folder: Path, grid: tune.ResultGrid)
     for result in grid:
         metrics, params = result.metrics or {}, result.config or {}
         finished = result.error is None and "against_untouched" in metrics
-        row = {"trial": Path(result.path).name.rpartition("_")[2], "status": "finished" if finished else "failed"}
+        status = "finished" if finished else "failed" if result.error is not None else "stopped"
+        row = {"trial": Path(result.path).name.rpartition("_")[2], "status": status}
         keys = (METRIC, "against_untouched", "low", "high", "step0_ce", "num_trainable", "wall_s")
         scores = {key.replace("/", "_"): metrics.get(key) for key in keys}
-        rows.append({**row, **scores, **{path: params.get(path) for path in study.space}})
-        if result.error is not None:
-            logger.warning("trial %s: %s", row["trial"], str(result.error).strip().splitlines()[-1])
-    rows.sort(key=lambda row: (row["status"] != "finished", row["held_out_ce"] or 0.0))
+        problem = None if result.error is None else str(result.error).strip().splitlines()[-1]
+        rows.append({**row, **scores, "problem": problem, **{path: params.get(path) for path in study.space}})
+        if problem is not None:
+            logger.warning("trial %s: %s", row["trial"], problem)
+    rows.sort(key=lambda row: (row["status"] != "finished", row["status"], row["held_out_ce"] or 0.0))
     table = pd.DataFrame(rows)
     table.to_csv(folder / "results.csv", index=False)
     write_text_atomically(folder / "results.json", json.dumps(rows, indent=2))

@@ -4,6 +4,7 @@ metrics.jsonl is the record; what MLflow refuses is reported and never stops a t
 runs (MLflow's file store is gone), with an absolute artifact location so that trials do not write into Ray's folders.
 """
 
+import hashlib
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ from aarlib.training.config import RunConfig, TrackingConfig
 logger = logging.getLogger("aarlib")
 
 LONGEST_PARAM = 500
+LONG_PARAMS = "long_params.json"
 MAX_PROBLEMS = 3
 """After so many refusals a run is no longer logged to MLflow: each may wait for a time-out."""
 ENVIRONMENT = {
@@ -28,7 +30,7 @@ ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
 }
-FINISHED, FAILED = "FINISHED", "FAILED"
+FINISHED, FAILED, KILLED = "FINISHED", "FAILED", "KILLED"
 
 
 class Tracking(NamedTuple):
@@ -85,6 +87,8 @@ def finish(tracking: Tracking, status: str, children: Mapping[str, str], artifac
         client = _client(tracking.uri)
         for name, run_id in tracking.children.items():
             client.set_terminated(run_id, children.get(name, FAILED))
+        if tracking.owns_parent:
+            _close_children(client, tracking.experiment_id, parent)
         for artifact in artifacts:
             client.log_artifact(parent, str(artifact))
         if tracking.owns_parent:
@@ -234,6 +238,13 @@ def _close_abandoned(client: Any, experiment_id: str) -> None:
             client.set_terminated(run.info.run_id, FAILED)
 
 
+def _close_children(client: Any, experiment_id: str, parent: str) -> None:
+    """Trials that a scheduler stopped had no chance to end their runs."""
+    running = f"attributes.status = 'RUNNING' and tags.mlflow.parentRunId = '{parent}'"
+    for run in client.search_runs([experiment_id], running, max_results=1000):
+        client.set_terminated(run.info.run_id, KILLED)
+
+
 def _alive(tags: Mapping[str, str]) -> bool:
     try:
         process = psutil.Process(int(tags["aarlib.pid"]))
@@ -243,11 +254,15 @@ def _alive(tags: Mapping[str, str]) -> bool:
 
 
 def _log_params(client: Any, run_id: str, values: Mapping[str, Any]) -> None:
-    """Flat parameters; one too long for MLflow is in the config.json artefact only."""
+    """Flat parameters; of one that is too long for MLflow the hash, and the whole in the artefact long_params.json."""
     from mlflow.entities import Param
 
-    flat = {key: text for key, text in _flat(values) if len(text) <= LONGEST_PARAM}
-    client.log_batch(run_id, params=[Param(key, text) for key, text in flat.items()])
+    flat = dict(_flat(values))
+    long = {key: text for key, text in flat.items() if len(text) > LONGEST_PARAM}
+    short = {key: f"sha256 {hashlib.sha256(text.encode()).hexdigest()}" for key, text in long.items()}
+    client.log_batch(run_id, params=[Param(key, text) for key, text in {**flat, **short}.items()])
+    if long:
+        client.log_text(run_id, json.dumps(long, indent=2), LONG_PARAMS)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
