@@ -3,6 +3,7 @@
 python -m pipelines.pretrain_nano train [--config FILE] [--field=value ...]    pre-train; resumes where it stopped
 python -m pipelines.pretrain_nano save [--config FILE]                         newest checkpoint -> --into FOLDER
 python -m pipelines.pretrain_nano quality [--weights FOLDER]                   the model card's table
+python -m pipelines.pretrain_nano compare --weights A0 A1 --against B0 B1      two ways of training, folders by seed
 """
 
 import argparse
@@ -19,11 +20,12 @@ CONFIG = Path(__file__).parent / "configs" / "pretrain_nano.toml"
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(prog="python -m pipelines.pretrain_nano", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("verb", choices=("train", "save", "quality"))
+    parser.add_argument("verb", choices=("train", "save", "quality", "compare"))
     parser.add_argument("--config", type=Path, default=CONFIG)
     parser.add_argument("--into", type=Path, default=WEIGHTS, help="save: the Hugging Face folder to write")
-    parser.add_argument("--weights", type=Path, default=WEIGHTS, help="quality: the folder to measure")
-    parser.add_argument("--items", type=int, default=500, help="quality: items for each measure")
+    parser.add_argument("--weights", type=Path, nargs="+", default=[WEIGHTS], help="the folders to measure")
+    parser.add_argument("--against", type=Path, nargs="+", default=[], help="compare: the other folders")
+    parser.add_argument("--items", type=int, default=500, help="quality, compare: items for each measure")
     parser.add_argument(
         "--write-card", action="store_true", help="quality: write the table into the folder's README.md"
     )
@@ -49,13 +51,19 @@ def main(arguments: list[str] | None = None) -> None:
         from aarlib.nano.pretrain import save_newest
 
         print(save_newest(config, options.into))
+    elif options.verb == "compare":
+        from aarlib.nano.comparison import compare, comparison_table
+
+        rows = compare(options.weights, options.against, config.world, options.items)
+        print(comparison_table(rows, (str(options.weights[0]), str(options.against[0]))))
     else:
         from aarlib.nano.quality import card_table, measure, write_card
 
-        table = card_table(measure(options.weights, config.world, options.items, config.real_text))
+        (folder,) = options.weights
+        table = card_table(measure(folder, config.world, options.items, config.real_text))
         print(table)
         if options.write_card:
-            write_card(options.weights, table)
+            write_card(folder, table)
 
 
 if __name__ == "__main__":

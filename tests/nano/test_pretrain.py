@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from aarlib.moe.loading import load_model
+from aarlib.nano.comparison import compare, comparison_table
 from aarlib.nano.config import PretrainConfig
 from aarlib.nano.model import Network, build_network
 from aarlib.nano.muon import orthogonalise
@@ -144,6 +145,14 @@ def test_a_wall_clock_ends_the_schedule_with_the_rate_at_zero(tmp_path: Path):
 
 def test_another_seed_gives_another_model(finished: PretrainConfig, tmp_path: Path):
     pretrain(_config(tmp_path, seed=1))
+    folders = [finished.storage / "tiny" / "model", tmp_path / "tiny" / "model"]
+    same = compare(folders[:1], folders[:1], finished.world, 6)
+    assert [tuple(row.difference) for row in same] == [(0.0, 0.0, 0.0)] * 4 and same[0].first > 1
+    both = compare(folders, folders[::-1], finished.world, 6)[0]
+    assert both.by_seed[0] == pytest.approx(-both.by_seed[1]) and both.by_seed[0] != 0
+    assert both.difference.mean == pytest.approx(0, abs=1e-12) and "held-out" in comparison_table([both], ("A", "B"))
+    with pytest.raises(ValueError, match="1 folders against 2"):
+        compare(folders[:1], folders, finished.world, 6)
     ours, theirs = (
         load_file(checkpoints(folder)[-1] / "model.safetensors")
         for folder in (tmp_path / "tiny", finished.storage / "tiny")
