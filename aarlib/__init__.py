@@ -23,5 +23,5 @@ __getattr__, __dir__ = lazy_attributes(
         "save_adapter": "aarlib.training.adapter",
         "load_adapter": "aarlib.training.adapter",
     },
-    submodules=("aar", "config", "data", "identities", "moe", "nano", "report", "runtime", "stats", "training"),
+    submodules=("aar", "config", "data", "identities", "lens", "moe", "nano", "report", "runtime", "stats", "training"),
 )

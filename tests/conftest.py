@@ -18,7 +18,7 @@ from jaxtyping import install_import_hook
 import aarlib.training.config  # noqa: F401  (before the hook: beartype refuses Self on methods)
 from tests.skips import read_allowed, unexplained
 
-install_import_hook(["aarlib.moe", "aarlib.aar", "aarlib.training", "aarlib.data"], "beartype.beartype")
+install_import_hook(["aarlib.moe", "aarlib.aar", "aarlib.lens", "aarlib.training", "aarlib.data"], "beartype.beartype")
 
 ROOT = Path(__file__).parent.parent
 RAY_ENVIRONMENT = {

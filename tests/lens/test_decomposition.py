@@ -1,0 +1,228 @@
+"""Decompositions of tiny random models of all eight families against the plain way of tests/lens/reference.py."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from aarlib import identities
+from aarlib.lens import decompose
+from aarlib.lens.names import LEVELS, parse
+from aarlib.moe.anatomy import anatomy
+from tests.lens.reference import naive_scores
+from tests.tiny import FAMILIES, tiny_config, tiny_inputs, tiny_model
+
+families = pytest.mark.parametrize("family", FAMILIES)
+levels = pytest.mark.parametrize("by", LEVELS)
+LENGTH = 9
+
+
+@families
+@levels
+def test_components_add_up_to_the_router_logits(family, by):
+    model = tiny_model(family)
+    found = decompose(model, **tiny_inputs(model, padding="left"), by=by)
+    assert found.receivers == anatomy(model).moe_layers
+    assert found.closure_error < 1e-5
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+@families
+@levels
+def test_scores_equal_hooks_and_loops(family, by):
+    model = tiny_model(family)
+    inputs = tiny_inputs(model, length=LENGTH, padding="right")
+    found = decompose(model, **inputs, by=by)
+    model.set_attn_implementation("eager")
+    last = found.receivers[-1]
+    expected = naive_scores(model, inputs, by, (last,))
+    mask = inputs["attention_mask"].bool()
+    assert list(expected[last]) == found.components(last)
+    largest = max(float(scores[mask].abs().max()) for scores in expected[last].values())
+    assert largest > 0.1
+    names = list(expected[last])
+    for name in names[:: 1 + len(names) // 60]:
+        scores = found.scores(last, name)
+        torch.testing.assert_close(scores[mask], expected[last][name][mask], atol=1e-5, rtol=1e-4)
+        assert not scores[~mask].any()
+
+
+@pytest.mark.parametrize("by", [level for level in LEVELS if level != "layer"])
+@families
+def test_a_finer_level_closes_onto_its_parent(family, by):
+    model = tiny_model(family)
+    found = decompose(model, **tiny_inputs(model, length=7, padding="left"), by=by)
+    last = found.receivers[-1]
+    children: dict[str, list[str]] = {}
+    for name in found.components(last):
+        component = parse(name)
+        if component.parent != name:
+            children.setdefault(component.parent, []).append(name)
+    parent = list(children)[-1]
+    whole = found.scores(last, parent)
+    assert whole.abs().max() > 1e-2
+    total = sum(found.scores(last, name) for name in children[parent])
+    torch.testing.assert_close(total, whole, atol=1e-4, rtol=0)
+
+
+def aar_model(family):
+    model = tiny_model(family)
+    handle = identities.default_attach(model)
+    return model, handle
+
+
+@families
+@levels
+def test_patched_routers_close_with_their_views_as_components(family, by):
+    model, handle = aar_model(family)
+    inputs = tiny_inputs(model, padding="left")
+    stock = decompose(tiny_model(family), **inputs)
+    found = decompose(model, **inputs, by=by)
+    assert found.closure_error < 1e-4
+    receiver = max(index for index, router in handle.routers.items() if router.views)
+    assert {"view.time", "view.spectrum"} <= set(found.components(receiver))
+    assert found.scores(receiver, "view.time").abs().max() > 1e-2
+    assert (found.logits(receiver) - stock.logits(receiver)).abs().max() > 1e-2
+    name = found.components(receiver)[3]
+    assert (found.scores(receiver, name) - stock.scores(receiver, "embedding")).abs().max() > 1e-3
+    handle.detach()
+
+
+def test_the_standard_part_of_an_aar_router_carries_its_factor():
+    """By the formula of the router itself: (1 - mean alpha) times the score that the trained weight gives."""
+    model, handle = aar_model("olmoe")
+    inputs = tiny_inputs(model)
+    found = decompose(model, **inputs)
+    receiver = max(handle.routers)
+    routed = found.reading.capture.routed(receiver)
+    mean_alpha = sum(routed.terms.gates.values()) / 2
+    kept = found.reading.capture
+    normed = model.model.layers[receiver].post_attention_layernorm
+    z = kept.layers[receiver].residual
+    raw = (kept.embedding * normed.weight / (z.pow(2).mean(-1, keepdim=True) + normed.variance_epsilon).sqrt()) @ (
+        handle.routers[receiver].weight.detach().T
+    )
+    expected = (1 - mean_alpha) * raw
+    assert (1 - mean_alpha).std() > 1e-3
+    torch.testing.assert_close(found.scores(receiver, "embedding")[kept.mask], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_trained_copies_of_routers_without_views():
+    from aarlib.aar import RouterSFTConfig, attach_aar
+
+    model = tiny_model("gpt_oss")
+    handle = attach_aar(model, RouterSFTConfig())
+    identities.randomise(handle)
+    found = decompose(model, **tiny_inputs(model))
+    assert found.closure_error < 1e-5
+    assert (
+        found.scores(2, "embedding") - decompose(tiny_model("gpt_oss"), **tiny_inputs(model)).scores(2, "embedding")
+    ).any()
+
+
+@pytest.mark.parametrize("family", ["olmoe", "gpt_oss", "deepseek_v2"])
+def test_a_bfloat16_model_is_decomposed_in_float32_and_left_as_it_was(family):
+    model = tiny_model(family).bfloat16()
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.state_dict().items()}
+    inputs = tiny_inputs(model, padding="left")
+    with torch.no_grad():
+        logits = model(**inputs).logits
+    found = decompose(model, **inputs, by="head")
+    assert found.closure_error < 1e-5
+    assert found.scores(2, "attn.1.head.0").dtype == torch.float32
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype == before[name][1].dtype and tensor.data_ptr() == before[name][0], name
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, logits)
+    assert decompose(model, **inputs, by="expert").closure_error < 1e-5
+
+
+@families
+def test_padding_and_batching_change_nothing(family):
+    model = tiny_model(family)
+    inputs = tiny_inputs(model, padding="right")
+    together = decompose(model, **inputs, by="head")
+    row = inputs["attention_mask"][1].bool()
+    alone = decompose(model, inputs["input_ids"][1:, row], by="head")
+    receiver = together.receivers[-1]
+    for name in alone.components(receiver):
+        torch.testing.assert_close(
+            together.scores(receiver, name)[1, row], alone.scores(receiver, name)[0], atol=1e-5, rtol=1e-4
+        )
+
+
+@pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])
+def test_packed_documents_are_kept_apart(family):
+    model = tiny_model(family)
+    ids = tiny_inputs(model, batch=1, length=12)["input_ids"]
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
+    packed = decompose(model, ids, position_ids=positions, by="head")
+    alone = decompose(model, ids[:, 5:], by="head")
+    torch.testing.assert_close(
+        packed.scores(2, "attn.1.head.0")[:, 5:], alone.scores(2, "attn.1.head.0"), atol=1e-5, rtol=1e-4
+    )
+    assert packed.closure_error < 1e-5
+    assert packed.sums[0].tokens.tolist() == [5, 7]
+
+
+def test_receivers_can_be_chosen():
+    model = tiny_model("olmoe")
+    found = decompose(model, **tiny_inputs(model), receivers=[2])
+    assert found.receivers == (2,) and list(found.variance.columns) == [2]
+    whole = decompose(model, **tiny_inputs(model))
+    torch.testing.assert_close(found.scores(2, "moe.1"), whole.scores(2, "moe.1"), atol=1e-6, rtol=1e-5)
+
+
+def test_a_receiver_without_router_names_those_that_have_one():
+    model = tiny_model("deepseek_v2")
+    with pytest.raises(
+        ValueError, match=r"receivers = \[0, 1\]: layers \[0\] have no router; layers that have one: 1, 2, 3"
+    ):
+        decompose(model, **tiny_inputs(model), receivers=[0, 1])
+
+
+def test_an_unknown_component_lists_near_names():
+    model = tiny_model("olmoe")
+    found = decompose(model, **tiny_inputs(model))
+    with pytest.raises(ValueError, match=r"component = 'att.1' is not a component .* near names: attn.1"):
+        found.scores(2, "att.1")
+    with pytest.raises(ValueError, match=r"component = 'moe.2' is not a component of the router of layer 2 by layer"):
+        found.scores(2, "moe.2")
+    with pytest.raises(ValueError, match=r"receiver = 7 was not decomposed; receivers here: 0, 1, 2"):
+        found.scores(7, "attn.1")
+    with pytest.raises(ValueError, match="by = 'heads' is no level; levels: layer, head, edge, expert, neuron"):
+        decompose(model, **tiny_inputs(model), by="heads")
+
+
+def test_edges_of_linear_attention_are_refused():
+    model = tiny_model("qwen3_5_moe")
+    found = decompose(model, **tiny_inputs(model), by="edge")
+    with pytest.raises(ValueError, match=r"layer 0 is linear attention: .* layers that have them: 1, 3"):
+        found.scores(3, "attn.0.head.0.key.1")
+    with pytest.raises(ValueError, match="layer 2 is linear attention"):
+        found.attention(2)
+    linear = AutoModelForCausalLM.from_config(tiny_config("qwen3_5_moe", layer_types=["linear_attention"] * 4))
+    with pytest.raises(ValueError, match="by = 'edge': every layer is linear attention"):
+        decompose(linear, **tiny_inputs(linear), by="edge")
+
+
+def test_edges_need_their_level():
+    model = tiny_model("olmoe")
+    with pytest.raises(ValueError, match=r"by = 'head' keeps no attention weights; decompose by = 'edge'"):
+        decompose(model, **tiny_inputs(model), by="head").scores(2, "attn.0.head.0.key.1")
+
+
+def test_empty_documents_and_too_many_tokens_are_refused():
+    model = tiny_model("olmoe")
+    inputs = tiny_inputs(model)
+    with pytest.raises(
+        ValueError, match=r"input_ids has shape \[1, 0\]; give \[batch, sequence\] with at least one token"
+    ):
+        decompose(model, torch.empty(1, 0, dtype=torch.int64))
+    mask = inputs["attention_mask"].clone()
+    mask[1] = 0
+    with pytest.raises(ValueError, match="attention_mask: row 1 has no token; leave empty documents out"):
+        decompose(model, inputs["input_ids"], mask)
+    with pytest.raises(
+        ValueError, match="input_ids has 300 tokens a row and the model's context is 256; cut the documents"
+    ):
+        decompose(model, torch.ones(1, 300, dtype=torch.int64))
