@@ -33,9 +33,17 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(arguments)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
     options, overrides = parse(sys.argv[1:] if arguments is None else arguments)
-    config = PretrainConfig.from_toml(options.config, overrides)
+    try:
+        run(options, PretrainConfig.from_toml(options.config, overrides))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(options: argparse.Namespace, config: PretrainConfig) -> None:
     if options.print_config:
         print(config.to_json())
         return
@@ -67,4 +75,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -126,7 +126,7 @@ def test_the_verb_logs_to_mlflow(tmp_path: Path):
         "phases = [{until = 1.0, sequence_length = 64}]\n[world]\nentities_per_subject = 6\n"
         f"mixture = {{article = 0.5, sums = 0.5}}\n[model]\n{_toml(TINY['model'])}"
     )
-    main(["train", "--config", str(file)])
+    assert main(["train", "--config", str(file)]) == 0
     client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("pretrain_nano")
     (run,) = client.search_runs([experiment.experiment_id])
@@ -193,6 +193,13 @@ def test_bad_settings_are_refused_before_anything_runs(tmp_path: Path):
         _config(tmp_path, train="all", aar={"layers": [2], "window": 8})
     with pytest.raises(ValueError, match="holds no gutenberg"):
         pretrain(_config(tmp_path, real_text=str(tmp_path), world={}))
+
+
+def test_the_verb_names_what_is_wrong(capsys):
+    assert main(["train", "--world.registers=['ledgers']"]) == 2
+    assert "world.registers" in capsys.readouterr().err
+    assert main(["compare", "--against", "nowhere", "else"]) == 2
+    assert "1 folders against 2" in capsys.readouterr().err
 
 
 def test_orthogonalised_updates_have_singular_values_near_one():
