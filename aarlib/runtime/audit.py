@@ -1,0 +1,290 @@
+"""The audit over a corpus: windows drawn per domain, seed and split, audited in units by the actors of `run_units`.
+
+A unit is a shard of windows at all audited layers: the prefix, the native suffix and the backward of a window are then paid
+once and not once a layer. One record for each (window, layer, horizon); RECORD_COLUMNS.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from aarlib.audit.actions import action_names, check_freedom
+from aarlib.audit.config import FIRST_POSITION, AuditConfig, DomainConfig
+from aarlib.audit.gradients import Credit, credits, utilities
+from aarlib.audit.replay import action_ce
+from aarlib.config import Config
+from aarlib.data.corpora import TextDocument, read_documents, separator_id, split_of, windows
+from aarlib.data.sampling import row_hash
+from aarlib.data.sources import expand_sources
+from aarlib.moe.anatomy import Anatomy, anatomy
+from aarlib.moe.loading import NANO, load_config, load_tokenizer, meta_model
+from aarlib.runtime.audit_config import AuditRunConfig
+from aarlib.runtime.evaluation import load_base
+from aarlib.runtime.units import Resources, Unit, run_units
+from aarlib.training.adapter import load_adapter
+from aarlib.training.config import ModelConfig
+
+logger = logging.getLogger("aarlib")
+
+SPLITS = ("development", "locked")
+NANO_DOCUMENTS = 12_000
+SPARE = 2
+"""Reading stops when every split has so many times the windows that are needed."""
+RECORD_COLUMNS = {
+    "domain": "name of the corpus",
+    "seed": "draw of windows and positions",
+    "split": "development or locked",
+    "window": "<document>+<token offset> of the window's first token",
+    "position": "audited token, counted from 0 in the window",
+    "layer": "audited MoE layer, counted from 0",
+    "horizon": "targets of the loss, or full",
+    "num_targets": "targets from the position to the horizon's end",
+    "weights": "router's weights of the K selected experts, in the router's order",
+    "expert_ids": "their ids",
+    "ce": "mean CE in nats of each action, in the order of aarlib.audit.actions.action_names",
+    "gradient_utility": "first-order predicted drop of the loss by committing to each slot",
+    "noise": "largest difference of a delta CE between exact and batched replay; NaN where not measured",
+    "hidden": "router input h (full horizon only, where predictors are asked for)",
+    "outputs": "expert outputs u, K x D flattened",
+    "gradient": "d loss / d routed sum",
+    "suffix": "mean input embedding of the tokens after the position",
+}
+
+
+def audit(config: AuditRunConfig, folder: Path) -> pd.DataFrame:
+    """All records of the config; finished units of `folder` are not repeated. Ray must be initialised."""
+    units = draw_units(config)
+    settings = {
+        "model": config.model.model_dump(mode="json"),
+        "adapter": None if config.adapter is None else str(config.adapter),
+        "audit": config.audit.model_dump(mode="json", exclude={"domains"}),
+        "gpus": config.ray.gpus_per_actor,
+    }
+    resources = Resources(
+        cpus=config.ray.cpus_per_actor,
+        gpus=config.ray.gpus_per_actor,
+        environment={"OMP_NUM_THREADS": str(max(1, int(config.ray.cpus_per_actor)))},
+    )
+    return run_units(
+        units,
+        Auditor,
+        folder / "units",
+        settings=settings,
+        num_actors=config.ray.num_actors,
+        resources=resources,
+        label="audit",
+    )
+
+
+def check(config: AuditRunConfig) -> Anatomy:
+    """The model's anatomy from its configuration alone; ValueError for layers that it does not have, or top_k = 1."""
+    parts = anatomy(meta_model(load_config(config.model.name, config.model.revision, config.model.geometry)))
+    check_freedom(parts.top_k)
+    for layer in config.audit.layers:
+        parts.moe_layer(layer)
+    return parts
+
+
+def draw_units(config: AuditRunConfig) -> list[dict[str, Any]]:
+    """Shards of windows with their audited positions; the same for any number of actors."""
+    tokenizer = load_tokenizer(config.model.name, config.model.revision)
+    size = config.audit.windows_per_unit
+    units = []
+    for domain, source in config.audit.domains.items():
+        drawn = draw_windows(domain, source, config.audit, tokenizer)
+        for start in range(0, len(drawn), size):
+            units.append({"id": f"{domain}-{start // size:04d}", "windows": drawn[start : start + size]})
+    return units
+
+
+def draw_windows(domain: str, source: DomainConfig, config: AuditConfig, tokenizer: Any) -> list[dict[str, Any]]:
+    """Windows of every seed and split, seeds disjoint; by a hash of their place, so alike on every machine."""
+    wanted = {"development": config.development, "locked": config.locked}
+    rows: dict[str, list[Any]] = {split: [] for split in SPLITS}
+    separator, waiting = separator_id(tokenizer), {split: list[TextDocument]() for split in SPLITS}
+    enough = {split: SPARE * len(config.seeds) * count for split, count in wanted.items()}
+    for batch in _batches(domain_documents(source.source), 200):
+        for document in batch:
+            split = split_of(document.doc_id, 1 - config.locked_share, config.locked_share)
+            waiting["locked" if split == "test" else "development"].append(document)
+        for split, found in waiting.items():
+            groups = [found] if source.joined else [[document] for document in found]
+            rows[split] += chain.from_iterable(windows(group, tokenizer, config.window, separator) for group in groups)
+            waiting[split] = []
+        if all(len(rows[split]) >= count for split, count in enough.items()):
+            break
+    drawn = []
+    for split, count in wanted.items():
+        chosen = sorted(rows[split], key=lambda row: row_hash(row.row_id, "audit"))
+        if len(chosen) < count * len(config.seeds):
+            raise ValueError(
+                f"audit.domains.{domain}: {len(config.seeds)} seeds of {count} {split} windows of {config.window} tokens are "
+                f"asked for and {source.source!r} gives {len(chosen)}; shorten audit.window, ask for fewer, set joined, "
+                "or give more text"
+            )
+        for index, seed in enumerate(config.seeds):
+            for row in chosen[index * count : (index + 1) * count]:
+                drawn.append(
+                    {
+                        "domain": domain,
+                        "seed": seed,
+                        "split": split,
+                        "window": row.row_id,
+                        "position": _position(row.row_id, seed, config),
+                        "tokens": row.input_ids,
+                    }
+                )
+    return drawn
+
+
+def _position(row_id: str, seed: int, config: AuditConfig) -> int:
+    """Uniform where the longest numbered horizon fits and t >= 8."""
+    choices = config.window - config.longest_horizon - FIRST_POSITION
+    return FIRST_POSITION + row_hash(row_id, f"position/{seed}") % choices
+
+
+def domain_documents(source: str) -> Iterator[TextDocument]:
+    if source.startswith("nano:"):
+        yield from nano_documents(source.removeprefix("nano:"), NANO_DOCUMENTS)
+        return
+    headings = source.startswith("wikitext:")
+    for path in _text_files(os.path.expandvars(source.removeprefix("wikitext:"))):
+        yield from read_documents(path, "headings" if headings else "whole")
+
+
+def _text_files(pattern: str) -> list[str]:
+    return [pattern] if pattern.endswith(".txt") else expand_sources([pattern])
+
+
+def nano_documents(register: str, count: int) -> Iterator[TextDocument]:
+    """Different held-out articles of the bundled model's world."""
+    from aarlib.nano.config import WorldConfig
+    from aarlib.nano.folder import WORLD_FILE
+    from aarlib.nano.world import register_texts
+
+    path = NANO / WORLD_FILE
+    world = WorldConfig.from_mapping(json.loads(path.read_text(encoding="utf-8")), origin=str(path))
+    for number, text in enumerate(dict.fromkeys(register_texts(world, register, count)), 1):
+        yield TextDocument(f"nano-{register}:{number}", text)
+
+
+def _batches(found: Iterator[TextDocument], size: int) -> Iterator[list[TextDocument]]:
+    batch: list[TextDocument] = []
+    for document in found:
+        batch.append(document)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+class Auditor:
+    """The worker of `run_units`: oracle, gradient utilities and features of the windows of one unit."""
+
+    def __init__(self, model: Mapping[str, Any], adapter: str | None, audit: Mapping[str, Any], gpus: float) -> None:
+        self._model, _ = load_base(ModelConfig.from_mapping(model), gpus)
+        self._adapter = None if adapter is None else load_adapter(self._model, adapter)
+        self._settings = _UnitSettings.from_mapping(audit)
+        self._parts = anatomy(self._model)
+
+    def __call__(self, unit: Unit) -> pd.DataFrame:
+        rows: Sequence[Mapping[str, Any]] = unit["windows"]
+        device = self._model.get_input_embeddings().weight.device
+        input_ids = torch.tensor([row["tokens"] for row in rows], device=device)
+        places = [(index, row["position"]) for index, row in enumerate(rows)]
+        losses = self._losses(input_ids, places)
+        noise = self._noise(input_ids, places[: self._settings.noise_samples], losses)
+        records = []
+        for horizon in self._settings.horizons:
+            count = None if horizon == "full" else horizon
+            found = credits(self._model, input_ids, self._settings.layers, horizon=count, positions=places)
+            for layer in self._settings.layers:
+                for index, row in enumerate(rows):
+                    ce = losses[index, row["position"], layer][:, :count].double()
+                    records.append(
+                        {
+                            **{name: row[name] for name in ("domain", "seed", "split", "window", "position")},
+                            "layer": layer,
+                            "horizon": str(horizon),
+                            "num_targets": ce.shape[1],
+                            "ce": ce.mean(1).tolist(),
+                            "noise": noise.get((index, layer, horizon), float("nan")),
+                            **self._of_credit(found[layer], index, input_ids[index, row["position"] + 1 :], horizon),
+                        }
+                    )
+        return pd.DataFrame(records).reindex(columns=list(RECORD_COLUMNS))
+
+    def _losses(self, input_ids: Tensor, places: Sequence[tuple[int, int]], isolation: Any = None) -> dict[Any, Tensor]:
+        samples = [(*place, layer) for place in places for layer in self._settings.layers]
+        found = action_ce(
+            self._model,
+            input_ids,
+            samples,
+            isolation=isolation or self._settings.isolation,
+            max_tokens=self._settings.max_tokens,
+        )
+        return {sample.key: sample.ce for sample in found}
+
+    def _noise(
+        self, input_ids: Tensor, places: Sequence[tuple[int, int]], losses: Mapping[Any, Tensor]
+    ) -> dict[Any, float]:
+        """By (window, layer, horizon): the largest difference of a delta CE under the other isolation."""
+        if not places:
+            return {}
+        others = self._losses(input_ids, places, "batched" if self._settings.isolation == "exact" else "exact")
+        noise = {}
+        for (index, position, layer), ce in others.items():
+            for horizon in self._settings.horizons:
+                count = None if horizon == "full" else horizon
+                means = [side[:, :count].double().mean(1) for side in (ce, losses[index, position, layer])]
+                deltas = [mean - mean[0] for mean in means]
+                noise[index, layer, horizon] = float((deltas[0] - deltas[1]).abs().max())
+        return noise
+
+    def _of_credit(self, credit: Credit, index: int, following: Tensor, horizon: Any) -> dict[str, Any]:
+        at = int((credit.rows == index).nonzero()[0, 0])
+        own = utilities(credit.gradient[at], credit.outputs[at], credit.weights[at])
+        fields: dict[str, Any] = {
+            "weights": credit.weights[at].float().tolist(),
+            "expert_ids": credit.expert_ids[at].tolist(),
+            "gradient_utility": own.tolist(),
+        }
+        if self._settings.predictors and horizon == "full":
+            suffix = self._model.get_input_embeddings()(following).float().mean(0)
+            kept = {
+                "hidden": credit.hidden[at],
+                "outputs": credit.outputs[at].flatten(),
+                "gradient": credit.gradient[at],
+            }
+            fields |= {name: value.float().cpu().numpy() for name, value in {**kept, "suffix": suffix}.items()}
+        return fields
+
+
+class _UnitSettings(Config):
+    """The part of AuditConfig that an actor needs."""
+
+    layers: tuple[int, ...]
+    seeds: tuple[int, ...]
+    window: int
+    horizons: tuple[int | str, ...]
+    development: int
+    locked: int
+    locked_share: float
+    isolation: str
+    noise_samples: int
+    windows_per_unit: int
+    max_tokens: int
+    predictors: bool
+
+
+def actions_of(parts: Anatomy) -> tuple[str, ...]:
+    return action_names(parts.top_k)
