@@ -1,12 +1,16 @@
 """Who owns a run directory, and how a history is cut back to a checkpoint."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from aarlib.runtime.run_directory import append_line, check_claim, claim, cut_history, pending_runs, run_directory
+from aarlib.runtime.run_directory import append_line, check_claim, claim, cut_history, held, pending_runs, run_directory
 from aarlib.training.config import RunConfig
+
+ROOT = Path(__file__).parents[2]
 
 
 def config(storage: Path, **changes: object) -> RunConfig:
@@ -43,6 +47,37 @@ def test_a_folder_that_is_no_run_directory_is_refused(tmp_path: Path) -> None:
     (run_directory(config(tmp_path)) / "thesis.tex").write_text("precious")
     with pytest.raises(ValueError, match="is no run directory; choose another name"):
         claim(config(tmp_path))
+
+
+def test_a_directory_in_use_is_refused_until_its_process_is_gone(tmp_path: Path) -> None:
+    code = """
+import os, sys
+from aarlib.runtime.run_directory import held
+from aarlib.training.config import RunConfig
+with held(RunConfig.model_validate_json(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+    settings = config(tmp_path)
+    command = [sys.executable, "-c", code, settings.to_json()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match=rf"is in use by process {other.pid} on ") as refusal, held(settings):
+            pass
+        assert "wait for it, or choose another name" in str(refusal.value)
+        other.kill()
+    with held(settings) as folder:
+        assert claim(settings) == folder
+
+
+def test_a_config_written_before_a_field_was_added_is_the_same_config(tmp_path: Path) -> None:
+    stored = claim(config(tmp_path)) / "config.json"
+    values = json.loads(stored.read_text())
+    del values["data"]["packing"]
+    stored.write_text(json.dumps(values))
+    check_claim(config(tmp_path))
+    with pytest.raises(ValueError, match="data.packing: False there, True here"):
+        check_claim(config(tmp_path, **{"data.packing": True}))
 
 
 def test_a_bucket_is_refused(tmp_path: Path) -> None:

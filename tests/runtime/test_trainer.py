@@ -1,6 +1,11 @@
 """Through Ray Data, TorchTrainer and DeepSpeed: workers and accumulation change nothing, a killed worker changes nothing."""
 
+import contextlib
 import json
+import os
+import shutil
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,6 +17,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.conftest import RAY_ENVIRONMENT
 from tests.runtime.conversations import run_config, save_model, write_conversations
 
 pytestmark = pytest.mark.ray
@@ -21,6 +27,7 @@ pytest.importorskip("deepspeed")
 from aarlib.moe.loading import load_model  # noqa: E402
 from aarlib.runtime import tracking  # noqa: E402
 from aarlib.runtime.batches import encoded_rows, micro_batches  # noqa: E402
+from aarlib.runtime.checkpoints import checkpoints  # noqa: E402
 from aarlib.runtime.run_directory import claim  # noqa: E402
 from aarlib.runtime.trainer import Prepared, TrainingResult, check, prepare, train, train_on  # noqa: E402
 from aarlib.training.adapter import load_adapter  # noqa: E402
@@ -146,6 +153,77 @@ def test_a_killed_worker_changes_nothing(bench: Bench, two_workers: TrainingResu
     ]
     for ours, theirs in zip(*histories, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_killed_driver_and_a_killed_tree_change_nothing(
+    bench: Bench, two_workers: TrainingResult, tmp_path: Path
+) -> None:
+    """The driver alone is killed, then the whole tree and a torn checkpoint left behind; one worker ends it."""
+    config = bench.config("orphaned")
+    folder = Path(config.ray.storage) / "orphaned"
+    driver = start_driver(config, tmp_path)
+    _wait_for(folder / RUN / "rows.jsonl", 5, driver)
+    below = psutil.Process(driver.pid).children(recursive=True)
+    driver.kill()
+    driver.wait()
+    _, alive = psutil.wait_procs(below, timeout=60)
+    assert not alive
+    first = checkpoints(folder / RUN)[-1].name
+
+    driver = start_driver(config, tmp_path)
+    _wait_for(folder / RUN / "rows.jsonl", 8, driver)
+    for process in [*psutil.Process(driver.pid).children(recursive=True), psutil.Process(driver.pid)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    driver.wait()
+    newest = checkpoints(folder / RUN)[-1]
+    assert newest.name > first
+    tensors = (newest / "state.safetensors").read_bytes()
+    (newest / "state.safetensors").write_bytes(tensors[: len(tensors) // 2])
+
+    ended = bench.train("orphaned", **{"ray.num_workers": 1})
+    assert largest(adapter(ended), adapter(two_workers)) < 1e-6
+    assert lines(ended, "rows.jsonl") == lines(two_workers, "rows.jsonl")
+    starts = [json.loads(line)["num_workers"] for line in (folder / "starts.jsonl").read_text().splitlines()]
+    assert starts == [2, 2, 1]
+    assert not checkpoints(folder / RUN)
+
+
+def start_driver(config: RunConfig, folder: Path) -> subprocess.Popen[bytes]:
+    """`train` in a process of its own with a Ray of its own."""
+    path = folder / "config.json"
+    path.write_text(config.to_json())
+    code = (
+        "import sys; from pathlib import Path; from aarlib.training.config import RunConfig; "
+        "from aarlib.runtime.trainer import train; train(RunConfig.model_validate_json(Path(sys.argv[1]).read_text()))"
+    )
+    environment = {**os.environ, **RAY_ENVIRONMENT}
+    environment.pop("RAY_ADDRESS", None)
+    with (folder / "driver.log").open("ab") as log:
+        return subprocess.Popen([sys.executable, "-c", code, str(path)], env=environment, stdout=log, stderr=log)
+
+
+def _wait_for(history: Path, count: int, driver: subprocess.Popen[bytes]) -> None:
+    while not history.is_file() or len(history.read_text().splitlines()) < count:
+        assert driver.poll() is None, "the driver ended before it could be killed"
+        time.sleep(0.02)
+
+
+def test_a_workers_value_error_ends_the_training_at_once(bench: Bench, two_workers: TrainingResult) -> None:
+    folder = claim(bench.config("rebased"))
+    shutil.copytree(two_workers.folder / "untouched", folder / "untouched")
+    (folder / "untouched" / "base_sha256").write_text("0" * 64)
+    with pytest.raises(ValueError, match="the base is not the one this run directory was begun with"):
+        bench.train("rebased")
+    assert len((folder / "starts.jsonl").read_text().splitlines()) == 1
+
+
+def test_three_workers_and_packed_rows_are_two_workers(bench: Bench, two_workers: TrainingResult) -> None:
+    """4 rows of at most 48 tokens a step do not divide by 3, and pack into fewer."""
+    packed = bench.train("packed", **{"ray.num_workers": 3, "data.packing": True})
+    assert largest(adapter(packed), adapter(two_workers)) < 1e-5
+    assert lines(packed, "rows.jsonl") == lines(two_workers, "rows.jsonl")
 
 
 def _kill_a_worker(history: Path, steps: int) -> None:
