@@ -269,7 +269,7 @@ class Decomposition:
             yield from edge_scores(self.reading)
         elif self.by == "expert":
             for slots in expert_scores(self.reading):
-                yield Block((slots.parent,), slots.start, slots.values.sum(1)[None])
+                yield Block((slots.parent,), slots.start, slots.values.sum(0)[None])
         elif self.by == "neuron":
             for layer, kept in self.reading.capture.layers.items():
                 if kept.routed is not None and self.reading.projection.start(2 * layer + 1) < len(self.receivers):

@@ -27,6 +27,9 @@ from aarlib.lens.scores import (
 
 MOMENTS = ("variance", "aps", "ans")
 
+Measure = Callable[[Tensor, int], Tensor]
+"""From scores [n,T,Rs,E] of receivers from an index on to [n,T,Rs,M] measures."""
+
 
 def moments(scores: Float[Tensor, "*rows E"]) -> Float[Tensor, "*rows 3"]:
     """Population variance, APS (mean of the positive parts) and ANS (of the negative parts) over the experts."""
@@ -36,16 +39,20 @@ def moments(scores: Float[Tensor, "*rows E"]) -> Float[Tensor, "*rows 3"]:
     return torch.stack([variance, positive, mean - positive], dim=-1)
 
 
+def moments_measure(scores: Float[Tensor, "n T Rs E"], _: int) -> Float[Tensor, "n T Rs 3"]:
+    return moments(scores)
+
+
 class Sums(NamedTuple):
-    """Sums over a document's tokens of each moment; NaN where a sender does not reach a receiver.
+    """Sums over a document's tokens of each of M measures; NaN where a sender does not reach a receiver.
 
     N documents (1 at the neuron level: all together), C senders, R receivers.
     """
 
     senders: tuple[str, ...]
     receivers: tuple[int, ...]
-    all: Float[Tensor, "N C R 3"]
-    first: Float[Tensor, "N C R 3"]
+    all: Float[Tensor, "N C R M"]
+    first: Float[Tensor, "N C R M"]
     """Of each document's first token alone."""
     tokens: Int[Tensor, " N"]
     first_tokens: Int[Tensor, " N"]
@@ -55,27 +62,27 @@ class Sums(NamedTuple):
     """Largest absolute element of the expert's output."""
 
     def mean(self, positions: Literal["all", "without_first"] = "all") -> NDArray[np.float64]:
-        """[C, R, 3]: over all tokens of all documents, or over all but each document's first."""
+        """[C, R, M]: over all tokens of all documents, or over all but each document's first."""
         total, tokens = self.all.double().sum(0), self.tokens.sum()
         if positions == "without_first":
             total, tokens = total - self.first.double().sum(0), tokens - self.first_tokens.sum()
         return (total / tokens.double()).cpu().numpy()
 
 
-def layer_sums(reading: Reading) -> Sums:
-    return _sums(reading, layer_scores(reading))
+def layer_sums(reading: Reading, measure: Measure = moments_measure) -> Sums:
+    return _sums(reading, layer_scores(reading), measure)
 
 
-def head_sums(reading: Reading) -> Sums:
-    return _sums(reading, head_scores(reading))
+def head_sums(reading: Reading, measure: Measure = moments_measure) -> Sums:
+    return _sums(reading, head_scores(reading), measure)
 
 
-def edge_sums(reading: Reading) -> Sums:
-    return _sums(reading, edge_scores(reading))
+def edge_sums(reading: Reading, measure: Measure = moments_measure) -> Sums:
+    return _sums(reading, edge_scores(reading), measure)
 
 
-def expert_sums(reading: Reading) -> Sums:
-    return _sums(reading, expert_scores(reading))
+def expert_sums(reading: Reading, measure: Measure = moments_measure) -> Sums:
+    return _sums(reading, expert_scores(reading), measure)
 
 
 def all_neuron_sums(reading: Reading, constants: NeuronConstants | None = None) -> Sums:
@@ -105,7 +112,7 @@ def all_neuron_sums(reading: Reading, constants: NeuronConstants | None = None) 
     )
 
 
-def _sums(reading: Reading, blocks: Iterator[Block] | Iterator[SlotBlock]) -> Sums:
+def _sums(reading: Reading, blocks: Iterator[Block] | Iterator[SlotBlock], measure: Measure = moments_measure) -> Sums:
     kept, receivers = reading.capture, reading.projection.receivers
     tokens = torch.bincount(kept.documents, minlength=kept.num_documents)
     names: list[str] = []
@@ -115,15 +122,15 @@ def _sums(reading: Reading, blocks: Iterator[Block] | Iterator[SlotBlock]) -> Su
     for block in blocks:
         if isinstance(block, Block):
             names += block.names
-            both = _by_document(reading, moments(block.values))
+            both = _by_document(reading, measure(block.values, block.start))
         else:
             num_experts = reading.parts.num_experts
             names += [f"{block.parent}.expert.{expert}" for expert in range(num_experts)]
-            both = _by_document_and_expert(reading, block, moments(block.values))
+            both = _by_document_and_expert(reading, block, measure(block.values, block.start))
             selected.append(_selections(reading, block.expert_ids))
             largest.append(block.largest)
         rows.append(_from_start(both, block.start, len(receivers)))
-    stacked = torch.cat(rows, dim=2) if rows else torch.zeros(2, kept.num_documents, 0, len(receivers), 3)
+    stacked = torch.cat(rows, dim=2) if rows else torch.zeros(2, kept.num_documents, 0, len(receivers), len(MOMENTS))
     return Sums(
         tuple(names),
         receivers,
@@ -136,7 +143,7 @@ def _sums(reading: Reading, blocks: Iterator[Block] | Iterator[SlotBlock]) -> Su
     )
 
 
-def _by_document(reading: Reading, values: Float[Tensor, "n T Rs 3"]) -> Float[Tensor, "two N n Rs 3"]:
+def _by_document(reading: Reading, values: Float[Tensor, "n T Rs M"]) -> Float[Tensor, "two N n Rs M"]:
     kept = reading.capture
     rows = values.transpose(0, 1)
     result = rows.new_zeros(2, kept.num_documents, *rows.shape[1:])
@@ -146,10 +153,11 @@ def _by_document(reading: Reading, values: Float[Tensor, "n T Rs 3"]) -> Float[T
 
 
 def _by_document_and_expert(
-    reading: Reading, block: SlotBlock, values: Float[Tensor, "T K Rs 3"]
-) -> Float[Tensor, "two N Es Rs 3"]:
+    reading: Reading, block: SlotBlock, values: Float[Tensor, "K T Rs M"]
+) -> Float[Tensor, "two N Es Rs M"]:
     kept, num_experts = reading.capture, reading.parts.num_experts
     cells = kept.documents[:, None] * num_experts + block.expert_ids
+    values = values.transpose(0, 1)
     result = values.new_zeros(2, kept.num_documents * num_experts, *values.shape[2:])
     result[0].index_add_(0, cells.flatten(), values.flatten(0, 1))
     result[1].index_add_(0, cells[kept.first].flatten(), values[kept.first].flatten(0, 1))
@@ -162,10 +170,10 @@ def _selections(reading: Reading, expert_ids: Int[Tensor, "T K"]) -> Int[Tensor,
     return torch.bincount(cells.flatten(), minlength=kept.num_documents * num_experts).unflatten(0, (-1, num_experts))
 
 
-def _from_start(values: Float[Tensor, "*lead Rs 3"], start: int, receivers: int) -> Float[Tensor, "*lead R 3"]:
+def _from_start(values: Float[Tensor, "*lead Rs M"], start: int, receivers: int) -> Float[Tensor, "*lead R M"]:
     """NaN for the receivers before `start`."""
-    missing = values.new_full((*values.shape[:-2], receivers - values.shape[-2], 3), float("nan"))
-    assert missing.shape[-2] == start
+    missing = values.new_full((*values.shape[:-2], start, values.shape[-1]), float("nan"))
+    assert start + values.shape[-2] == receivers
     return torch.cat([missing, values], dim=-2)
 
 
@@ -177,7 +185,7 @@ def expert_bias_sums(reading: Reading) -> Sums:
     return _sums(reading, (vector_scores(reading, vector) for vector in reaching))
 
 
-SUMS: dict[str, Callable[[Reading], Sums]] = {
+SUMS: dict[str, Callable[..., Sums]] = {
     "layer": layer_sums,
     "head": head_sums,
     "edge": edge_sums,

@@ -43,7 +43,7 @@ class SlotBlock(NamedTuple):
     parent: str
     start: int
     expert_ids: Int[Tensor, "T K"]
-    values: Float[Tensor, "T K Rs E"]
+    values: Float[Tensor, "K T Rs E"]
     largest: Float[Tensor, " E"]
     """Largest absolute element of each expert's output before weighting; 0 where it was not chosen."""
 
@@ -219,4 +219,4 @@ def expert_scores(reading: Reading, layers: tuple[int, ...] | None = None) -> It
         weighted = outputs.mul_(kept.routed.weights[..., None])
         products = (weighted.transpose(0, 1) @ matrix.flatten(1)).unflatten(2, matrix.shape[1:])
         scores = scores_from(products, reading.state, start, sender_scale(reading, depth))
-        yield SlotBlock(f"moe.{index}", start, ids, scores.transpose(0, 1), largest)
+        yield SlotBlock(f"moe.{index}", start, ids, scores, largest)

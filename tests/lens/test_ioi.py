@@ -1,0 +1,101 @@
+"""IOI on the bundled model and on tiny ones: prompts, direct effects that add up, maps."""
+
+import pytest
+import torch
+
+from aarlib.lens import ioi
+from aarlib.lens.projection import Projection
+from aarlib.lens.scores import read
+from aarlib.moe.anatomy import anatomy
+from aarlib.moe.loading import load_model, load_tokenizer
+from tests.tiny import FAMILIES, tiny_model
+
+
+@pytest.fixture(scope="module")
+def nano():
+    return load_model("nano")
+
+
+@pytest.fixture(scope="module")
+def prompts(nano):
+    return ioi.collate(nano[1], ioi.draw_prompts(nano[1], 24))
+
+
+def test_prompts_repeat_one_name_and_end_before_the_other(nano, prompts):
+    drawn = ioi.draw_prompts(nano[1], 24)
+    assert drawn == ioi.draw_prompts(nano[1], 24) != ioi.draw_prompts(nano[1], 24, seed=1)
+    for prompt in drawn:
+        ids = nano[1](prompt.text)["input_ids"]
+        assert (
+            ids.count(prompt.repeated)
+            + (ids[0] != prompt.repeated and prompt.text.startswith(nano[1].decode([prompt.repeated]).strip()))
+            == 2
+        )
+        assert prompt.answer != prompt.repeated
+    assert prompts.attention_mask.sum(1).tolist() == [int(last) + 1 for last in prompts.last]
+
+
+def test_the_bundled_model_solves_it(nano, prompts):
+    assert (ioi.logit_differences(nano[0], prompts) > 0).float().mean() > 0.7
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_direct_effects_are_parts_of_the_logit_difference(family):
+    """All components together give the difference: heads through `head_effects`, the rest from the residual stream."""
+    model = tiny_model(family)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 97, (3, 6), generator=generator)
+    batch = ioi.Prompts(
+        ids, torch.ones_like(ids), torch.tensor([5, 5, 5]), torch.tensor([7, 8, 9]), torch.tensor([10, 11, 12])
+    )
+    reading = read(model, Projection(anatomy(model)), ids)
+    found = ioi.head_effects(model, reading, batch)
+    for layer in model.model.layers:
+        if (output := getattr(layer, "self_attn", None)) is not None and output.o_proj.bias is not None:
+            output.o_proj.bias.zero_()
+    reading = read(model, Projection(anatomy(model)), ids)
+    found = ioi.head_effects(model, reading, batch)
+    before = ioi.logit_differences(model, batch)
+    last = len(model.model.layers) - 1
+    projection = anatomy(model).layers[last].output_projection
+    columns = [index for index, name in enumerate(found.names) if name.startswith(f"attn.{last}.")]
+    direct = found.direct[:, columns].sum(1)
+    norm = model.model.norm
+    weight = 1 + norm.weight if family == "qwen3_5_moe" else norm.weight
+    eps = norm.eps if family == "qwen3_5_moe" else norm.variance_epsilon
+    final = reading.capture.final.unflatten(0, (3, 6))[:, -1]
+    direction = model.lm_head.weight[batch.answer] - model.lm_head.weight[batch.repeated]
+    scale = weight / (final.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+    torch.testing.assert_close((final * scale * direction).sum(-1), before, atol=1e-4, rtol=1e-4)
+    if family == "flex_olmo":
+        written = model.model.layers[last].post_attention_layernorm(reading.capture.layers[last].attention)
+    else:
+        written = reading.capture.layers[last].heads @ projection.weight.T
+    expected = (written.unflatten(0, (3, 6))[:, -1] * scale * direction).sum(-1)
+    assert expected.abs().max() > 1e-2
+    torch.testing.assert_close(direct, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_maps_of_one_head(nano, prompts):
+    model, _ = nano
+    reading = read(model, Projection(anatomy(model)), prompts.input_ids, prompts.attention_mask, edges=True)
+    maps = ioi.head_map(reading, 3, 1)
+    assert maps.attention.shape == maps.variance.shape
+    rows = maps.attention[prompts.attention_mask.bool()]
+    torch.testing.assert_close(rows.sum(-1), torch.ones(len(rows)), atol=1e-4, rtol=0)
+    assert (maps.variance >= 0).all() and maps.variance.max() > 0
+    correlation = ioi.map_correlation(maps, prompts.attention_mask)
+    assert correlation.shape == (24,) and (correlation.abs() <= 1).all() and correlation.mean() > 0
+
+
+def test_a_tokenizer_without_the_names_is_refused():
+    class Letters:
+        def __call__(self, text, add_special_tokens=True):
+            return {"input_ids": [ord(character) for character in text]}
+
+    with pytest.raises(ValueError, match="the tokenizer has 0 of 29 names as one token; IOI needs at least two"):
+        ioi.draw_prompts(Letters(), 4)
+
+
+def test_the_tokenizer_alone_is_enough_to_draw():
+    assert len(ioi.draw_prompts(load_tokenizer("nano"), 3)) == 3
