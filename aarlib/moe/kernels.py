@@ -4,9 +4,10 @@ The table KERNELS says what exists, where it runs and which calls it takes; aarl
 The CUDA entries follow the calls of torch's own scaled_dot_product_attention; they have been traced for shapes and arguments on
 the meta device, and have not run on a GPU.
 
-Backward. aten's flash backward computes p * (grad . v - sum(output * grad)) from the output it is given. One more column, 0 in
-q, k and v, -dL/dlse in the output and 1 in grad, turns that into p * (grad . v - sum(output * grad) + dL/dlse): the part
-through the log-sum-exp comes with the same call.
+Backward. aten's flash backward computes p * (grad . v - sum(output * grad)) from the output it is given, and uses that output for
+nothing else. With output' = output - dL/dlse * grad / |grad|^2 the sum becomes sum(output * grad) - dL/dlse, so that the part
+through the log-sum-exp comes with the same call; the rounding error is that of dL/dlse itself. Where a row of grad is 0 and its
+dL/dlse is not, one more column does the same: 0 in q, k and v, -dL/dlse in the output, 1 in grad.
 """
 
 from collections.abc import Callable
@@ -24,8 +25,9 @@ from aarlib.moe.windows_blockwise import additive_mask, causal_mask
 aten = torch.ops.aten
 FLEX_MIN_KEYS = 1024
 """Below, building a block mask costs more than the blocks it saves."""
+TINY = 1e-30
 FLASH_MAX_HEAD = 248
-"""CUDA flash takes heads up to 256; the backward needs one more column, padded to a multiple of 8."""
+"""CUDA flash takes heads up to 256; the backward may need one more column, padded to a multiple of 8."""
 
 
 class Attended(NamedTuple):
@@ -60,7 +62,6 @@ class _Aten(NamedTuple):
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     alignment: int
     """Head sizes are padded with zeros to a multiple of it."""
-    backward_alignment: int
 
 
 class _Flash(torch.autograd.Function):
@@ -86,15 +87,24 @@ class _Flash(torch.autograd.Function):
         query, key, value, mask, output, lse = ctx.saved_tensors
         grad_output, grad_lse = grads
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
-        head_dim, value_dim, alignment = query.shape[-1], value.shape[-1], ctx.ops.alignment
+        head_dim, value_dim = query.shape[-1], value.shape[-1]
         if grad_lse is not None:
-            alignment = ctx.ops.backward_alignment
-            output = torch.cat([output, -grad_lse[..., None].to(output.dtype)], dim=-1)
-            grad_output = pad(grad_output, (0, 1), value=1.0)
-        width = _round_up(max(head_dim, output.shape[-1]), alignment)
+            output, grad_output = _with_lse_gradient(output, grad_output, grad_lse)
+        width = _round_up(max(head_dim, output.shape[-1]), ctx.ops.alignment)
         wide = [_widen(tensor, width) for tensor in (grad_output, query, key, value, output)]
         dq, dk, dv = ctx.ops.backward(*wide, lse, _aten_call(mask, query, key, ctx.scale))
         return None, dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim], None, None
+
+
+def _with_lse_gradient(output: Tensor, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """(output', grad') of the module's docstring."""
+    square = grad.to(grad_lse.dtype).square().sum(-1)
+    carried = (square > TINY) | (grad_lse == 0)
+    unknown = grad.is_meta or grad.dtype == torch.float16  # no values; a range too small for 1 / |grad|^2
+    if not unknown and bool(carried.all()):
+        share = (grad_lse / square.clamp_min(TINY)).to(output.dtype)
+        return torch.addcmul(output, share[..., None], grad, value=-1), grad
+    return torch.cat([output, -grad_lse[..., None].to(output.dtype)], dim=-1), pad(grad, (0, 1), value=1.0)
 
 
 def _aten_call(mask: Tensor | None, query: Tensor, key: Tensor, scale: float) -> _AtenCall:
@@ -264,9 +274,9 @@ def _any(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool
 
 HALF, FLOAT = (torch.bfloat16, torch.float16), (torch.float32,)
 KERNELS = (
-    Kernel("cuda_flash", "cuda", HALF, _flash_takes, _of(_Aten(_flash_forward, _flash_backward, 8, 8))),
+    Kernel("cuda_flash", "cuda", HALF, _flash_takes, _of(_Aten(_flash_forward, _flash_backward, 8))),
     Kernel("cuda_flex", "cuda", HALF, _flex_takes, flex_attend),
-    Kernel("cuda_efficient", "cuda", HALF + FLOAT, _any, _of(_Aten(_efficient_forward, _efficient_backward, 8, 8))),
-    Kernel("cpu_flash", "cpu", (torch.float32, torch.bfloat16), _any, _of(_Aten(_cpu_forward, _cpu_backward, 1, 1))),
+    Kernel("cuda_efficient", "cuda", HALF + FLOAT, _any, _of(_Aten(_efficient_forward, _efficient_backward, 8))),
+    Kernel("cpu_flash", "cpu", (torch.float32, torch.bfloat16), _any, _of(_Aten(_cpu_forward, _cpu_backward, 1))),
 )
 """In order of preference; what none of them takes goes block-wise."""

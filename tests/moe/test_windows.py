@@ -253,6 +253,21 @@ def test_windows_alone_and_output_alone_have_gradients(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scale", [0.0, 1e-12, 1.0])
+def test_gradients_where_the_output_has_little_or_none_in_some_rows(backend: str, scale: float) -> None:
+    case = CASES["sinks_left_padding"]
+    inputs = make_inputs(case)
+    expected, actual = naive_attention(inputs, allowed_entries(case), case.window), run(inputs, case.window, backend)
+    rows = torch.where(torch.arange(case.queries) % 3 == 0, scale, 1.0)[:, None]
+    gradients, wanted = (
+        torch.autograd.grad((result.output * rows).square().sum() + result.windows.square().sum(), leaves(inputs))
+        for result in (actual, expected)
+    )
+    for gradient, reference in zip(gradients, wanted, strict=True):
+        assert_close(gradient, reference, "gradient")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_fully_masked_rows_give_zeros(backend: str) -> None:
     for name in ("left_padding", "sinks_left_padding"):
         inputs = make_inputs(CASES[name])
