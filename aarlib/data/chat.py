@@ -40,6 +40,8 @@ class Encoded(NamedTuple):
     truncated: bool
     documents: tuple[int, ...] = ()
     """Token counts of the documents in a packed row; empty for a row that is one document."""
+    unit: int = -1
+    """Number of the unit of rows that a window of text belongs to; -1 for a conversation."""
 
     @property
     def num_targets(self) -> int:

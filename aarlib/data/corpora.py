@@ -135,12 +135,15 @@ def windows(documents: Iterable[TextDocument], tokenizer: Any, length: int, sepa
     if length < 2:
         raise ValueError(f"length = {length}: a window needs 2 tokens or more")
     tokens: list[int] = []
-    places: list[tuple[str, int]] = []
+    start = ""
     for doc_id, text in documents:
         ids = [*tokenizer(text, add_special_tokens=False, verbose=False).input_ids, separator]
+        used = -len(tokens)
+        start = start or f"{doc_id}+0"
         tokens += ids
-        places += [(doc_id, offset) for offset in range(len(ids))]
-        while len(tokens) >= length:
-            name, offset = places[0]
-            yield Encoded(f"{name}+{offset}", tokens[:length], [True] * length, False)
-            tokens, places = tokens[length:], places[length:]
+        first = 0
+        while len(tokens) - first >= length:
+            yield Encoded(start, tokens[first : first + length], [True] * length, False)
+            first += length
+            start = f"{doc_id}+{used + first}" if len(tokens) > first else ""
+        tokens = tokens[first:]

@@ -10,13 +10,13 @@ from fsspec.implementations.arrow import ArrowFSWrapper
 from aarlib.data.conversations import FORMATS, file_name, open_location
 
 
-def expand_sources(patterns: Sequence[str]) -> list[str]:
+def expand_sources(patterns: Sequence[str], formats: tuple[str, ...] = FORMATS) -> list[str]:
     """The data files that local paths, folders, globs (with **) and URIs (s3://, gs://) name, sorted within a pattern.
 
     In a URI `?` starts the connection's options (`s3://bucket/*.parquet?region=eu-west-1`), which stay with each file.
     ValueError for a pattern that names no file, and for two files of one name, whose row ids would collide.
     """
-    found = [path for pattern in patterns for path in _expand(pattern)]
+    found = [path for pattern in patterns for path in _expand(pattern, formats)]
     paths = list(dict.fromkeys(found))
     names = Counter(file_name(path) for path in paths)
     twice = next((name for name, count in names.items() if count > 1), None)
@@ -26,26 +26,26 @@ def expand_sources(patterns: Sequence[str]) -> list[str]:
     return paths
 
 
-def _expand(pattern: str) -> list[str]:
+def _expand(pattern: str, formats: tuple[str, ...]) -> list[str]:
     pattern = pattern.rstrip("/")
-    found = _expand_uri(pattern) if "://" in pattern else _expand_local(pattern)
+    found = _expand_uri(pattern, formats) if "://" in pattern else _expand_local(pattern, formats)
     if not found:
         raise ValueError(
-            f"data.train: {pattern!r} names no {', '.join(FORMATS)} file; correct the path, or let "
+            f"data.train: {pattern!r} names no {', '.join(formats)} file; correct the path, or let "
             "`python -m pipelines.prepare` ingest a hub dataset into it (data.hub)"
         )
     return found
 
 
-def _expand_local(pattern: str) -> list[str]:
+def _expand_local(pattern: str, formats: tuple[str, ...]) -> list[str]:
     path = Path(pattern).expanduser()
     if path.is_file():
         return [str(path)]
     matches = path.glob("*") if path.is_dir() else map(Path, glob.glob(str(path), recursive=True))
-    return sorted(str(match) for match in matches if match.is_file() and _is_data(match.name))
+    return sorted(str(match) for match in matches if match.is_file() and _is_data(match.name, formats))
 
 
-def _expand_uri(pattern: str) -> list[str]:
+def _expand_uri(pattern: str, formats: tuple[str, ...]) -> list[str]:
     try:
         location, inner = open_location(pattern)
         filesystem = ArrowFSWrapper(location)
@@ -55,9 +55,9 @@ def _expand_uri(pattern: str) -> list[str]:
     except (OSError, ValueError) as error:
         raise ValueError(f"data.train: {pattern!r} cannot be listed: {error}; check URI and credentials") from error
     scheme, query = pattern.split("://", 1)[0], pattern.partition("?")[2]
-    names = sorted(match for match in matches if _is_data(file_name(match)))
+    names = sorted(match for match in matches if _is_data(file_name(match), formats))
     return [f"{scheme}://{name}" + (f"?{query}" if query else "") for name in names]
 
 
-def _is_data(name: str) -> bool:
-    return name.endswith(FORMATS) and not name.startswith(".")
+def _is_data(name: str, formats: tuple[str, ...]) -> bool:
+    return name.endswith(formats) and not name.startswith(".")

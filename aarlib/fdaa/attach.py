@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from aarlib.audit.actions import check_freedom
 from aarlib.audit.head import AggregationHead, Mask, aggregate
-from aarlib.fdaa.config import FDAAConfig, StaticCalibratorConfig
-from aarlib.fdaa.controls import StaticCalibrator, permuted_scores
+from aarlib.fdaa.config import FDAAConfig, FixedConfig, StaticCalibratorConfig
+from aarlib.fdaa.controls import StaticCalibrator, Tempered, permuted_scores
 from aarlib.moe.anatomy import Anatomy, LayerAnatomy, anatomy
 from aarlib.moe.dispatch import RouterOutput, exact_float32, expert_outputs
 from aarlib.moe.families import Family
 from aarlib.moe.patching import Rank, call_below, has_wrapper, wrap_forward
+
+AnyConfig = FDAAConfig | StaticCalibratorConfig | FixedConfig
 
 
 class Scored(NamedTuple):
@@ -46,8 +48,8 @@ class AggregationHandle:
     def __init__(
         self,
         parts: Anatomy,
-        config: FDAAConfig | StaticCalibratorConfig,
-        head: AggregationHead | StaticCalibrator,
+        config: AnyConfig,
+        head: AggregationHead | StaticCalibrator | Tempered,
     ) -> None:
         self.anatomy = parts
         self.config = config
@@ -191,10 +193,8 @@ def weighted_sum(weights_TK: Tensor, outputs_TKD: Tensor) -> Tensor:
     return total_T1D.squeeze(1).to(outputs_TKD.dtype)
 
 
-def attach_fdaa(
-    model: nn.Module, config: FDAAConfig | StaticCalibratorConfig, seed: int = 0, family: Family | None = None
-) -> AggregationHandle:
-    """Attach a learned aggregation head, or the static calibrator, to `model`, which may carry attention-aware routers.
+def attach_fdaa(model: nn.Module, config: AnyConfig, seed: int = 0, family: Family | None = None) -> AggregationHandle:
+    """Attach a learned aggregation head, or a control in its place, to `model`, which may carry attention-aware routers.
 
     `seed` draws the head. Works on a meta-device model. Raises ValueError for a layer without router, top_k = 1 (no freedom), and
     a layer where another head is enabled.
@@ -214,6 +214,8 @@ def attach_fdaa(
             seed=seed,
             device=device,
         )
-    else:
+    elif isinstance(config, StaticCalibratorConfig):
         head = StaticCalibrator(parts.num_experts, config.layers, device)
+    else:
+        head = Tempered(config.tau)
     return AggregationHandle(parts, config, head)

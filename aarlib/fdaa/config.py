@@ -17,6 +17,9 @@ class AggregationConfig(Config):
     score_weight: float = Field(default=1e-4, ge=0)
     """lambda_s, of ||s||^2 per target token. Not published; ours."""
 
+    learning_rate: float | None = Field(default=None, gt=0)
+    """In place of optim.learning_rate: a table of scores needs larger steps than a head."""
+
     @field_validator("layers")
     @classmethod
     def _layers(cls, layers: tuple[int, ...]) -> tuple[int, ...]:
@@ -34,6 +37,15 @@ class FDAAConfig(AggregationConfig):
     projection_size: int = Field(default=64, ge=1)
     """Of h and of each expert output."""
     hidden_size: int = Field(default=128, ge=1)
+
+
+class FixedConfig(Config):
+    """A control without parameters: q proportional to p^(1/tau) at `layers`."""
+
+    name: Literal["fixed"] = "fixed"
+    layers: tuple[int, ...]
+    tau: float = Field(gt=0)
+    """1: native; inf: uniform."""
 
 
 class StaticCalibratorConfig(AggregationConfig):

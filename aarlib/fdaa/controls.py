@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from aarlib.audit.head import shares
+
 
 class StaticCalibrator(nn.Module):
     """s_j = table[layer, expert j]: no token, no expert output; zero before training."""
@@ -30,6 +32,29 @@ class StaticCalibrator(nn.Module):
         masked: Collection[str] = (),
     ) -> Float[Tensor, "T K"]:
         return self.table[self.layers.index(layer)][expert_ids]
+
+
+class Tempered(nn.Module):
+    """The fixed transforms as scores: s_j = (1/tau - 1) log p_j, so that q is proportional to p^(1/tau); no parameters.
+
+    tau = 1 is native, exactly; tau = inf is uniform.
+    """
+
+    def __init__(self, tau: float) -> None:
+        super().__init__()
+        self.power = 1 / tau - 1
+
+    def forward(
+        self,
+        hidden: Float[Tensor, "T D"],
+        outputs: Float[Tensor, "T K D"] | None,
+        weights: Float[Tensor, "T K"],
+        expert_ids: Int[Tensor, "T K"],
+        layer: int,
+        *,
+        masked: Collection[str] = (),
+    ) -> Float[Tensor, "T K"]:
+        return self.power * shares(weights).log_p
 
 
 def permuted_scores(

@@ -37,8 +37,12 @@ def global_batches(shard: DataIterator, global_batch: int, skip: int = 0) -> Ite
 
 
 def encoded_rows(table: Any) -> list[Encoded]:
-    columns = (table.column(name).to_pylist() for name in ("row_id", "input_ids", "target_mask"))
-    return [Encoded(row_id, ids, mask, truncated=False) for row_id, ids, mask in zip(*columns, strict=True)]
+    columns = [table.column(name).to_pylist() for name in ("row_id", "input_ids", "target_mask")]
+    units = table.column("unit").to_pylist() if "unit" in table.column_names else [-1] * len(columns[0])
+    return [
+        Encoded(row_id, ids, mask, truncated=False, unit=unit)
+        for row_id, ids, mask, unit in zip(*columns, units, strict=True)
+    ]
 
 
 def steps_per_epoch(num_rows: int, global_batch: int) -> int:

@@ -69,14 +69,14 @@ def build_corpus(model: ModelConfig, data: DataConfig) -> Corpus:
     except RayTaskError as error:
         raise user_error(error) from error
     if data.proportions is not None:
-        encoded = _map(encoded, _in_mixture, largest=_mixture(encoded, data)).materialize()
-    blocks = _map(encoded, _totals).take_all()
+        encoded = map_blocks(encoded, _in_mixture, largest=_mixture(encoded, data)).materialize()
+    blocks = map_blocks(encoded, _totals).take_all()
     totals = {name: sum(int(block[name]) for block in blocks) for name in TOTALS}
     if totals["rows"] == 0:
         raise ValueError(
             f"data.train = {list(data.train)}: no conversation left with data.sample = {data.sample}; raise the sample"
         )
-    held_out = _by_hash(encoded, "held_out_order", held_out=True)
+    held_out = by_hash(encoded, "held_out_order", held_out=True)
     if data.max_held_out is not None:
         held_out = held_out.limit(data.max_held_out)
     held_out = held_out.materialize()
@@ -96,7 +96,7 @@ def build_corpus(model: ModelConfig, data: DataConfig) -> Corpus:
 
 def ordered(corpus: Corpus, seed: int, epoch: int) -> MaterializedDataset:
     """The training rows in the order in which (seed, epoch) sees them."""
-    return _by_hash(corpus.encoded, f"{seed}/{epoch}", held_out=False).materialize()
+    return by_hash(corpus.encoded, f"{seed}/{epoch}", held_out=False).materialize()
 
 
 def _encoded(model: ModelConfig, data: DataConfig) -> Dataset:
@@ -109,8 +109,8 @@ def _encoded(model: ModelConfig, data: DataConfig) -> Dataset:
     quiet_ray_data()
     ray.data.DataContext.get_current().execution_options.preserve_order = True
     listed = ray.data.from_items(sources, override_num_blocks=len(sources))
-    conversations = _map(listed, read_source, on_bad_row=data.on_bad_row, sample=data.sample)
-    return _map(
+    conversations = map_blocks(listed, read_source, on_bad_row=data.on_bad_row, sample=data.sample)
+    return map_blocks(
         conversations.repartition(target_num_rows_per_block=ROWS_PER_BLOCK),
         encode_batch,
         model=model.model_dump(mode="json"),
@@ -120,7 +120,7 @@ def _encoded(model: ModelConfig, data: DataConfig) -> Dataset:
     )
 
 
-def _map(dataset: Dataset, fn: Callable[..., Any], **settings: Any) -> Dataset:
+def map_blocks(dataset: Dataset, fn: Callable[..., Any], **settings: Any) -> Dataset:
     """`fn` over whole blocks as Arrow tables."""
     return dataset.map_batches(fn, batch_size=None, batch_format="pyarrow", fn_kwargs=settings)
 
@@ -177,7 +177,7 @@ def encode_batch(
     table: pa.Table, model: dict[str, Any], sequence_length: int, held_out: float, on_bad_row: OnBadRow
 ) -> pa.Table:
     """Token ids and target masks of a block of conversations; a problem instead where there is none to train on."""
-    tokenizer = _tokenizer(json.dumps(model, sort_keys=True))
+    tokenizer = tokenizer_of(json.dumps(model, sort_keys=True))
     rows: list[Encoded] = []
     problems: list[str | None] = table.column("problem").to_pylist()
     for index, text in enumerate(table.column("conversation").to_pylist()):
@@ -203,9 +203,9 @@ def encode_batch(
     )
 
 
-def _by_hash(encoded: Dataset, salt: str, held_out: bool) -> Dataset:
+def by_hash(encoded: Dataset, salt: str, held_out: bool) -> Dataset:
     """The held-out rows with targets, or all others, sorted by a hash of salt and row id."""
-    return _map(encoded, _with_key, salt=salt, held_out=held_out).sort(["key", "row_id"])
+    return map_blocks(encoded, _with_key, salt=salt, held_out=held_out).sort(["key", "row_id"])
 
 
 def _with_key(table: pa.Table, salt: str, held_out: bool) -> pa.Table:
@@ -242,7 +242,7 @@ def _totals(table: pa.Table) -> pa.Table:
 def _mixture(encoded: Dataset, data: DataConfig) -> list[int]:
     """Per pattern of data.train the largest key kept: the training rows become the largest set with these proportions."""
     assert data.proportions is not None
-    blocks = list(_map(encoded, _mixture_keys).iter_batches(batch_size=None, batch_format="numpy"))
+    blocks = list(map_blocks(encoded, _mixture_keys).iter_batches(batch_size=None, batch_format="numpy"))
     patterns, keys = (np.concatenate([block[name] for block in blocks]) for name in ("pattern", "key"))
     shares = [share / sum(data.proportions) for share in data.proportions]
     found = [keys[patterns == index] for index in range(len(shares))]
@@ -269,7 +269,7 @@ def _in_mixture(table: pa.Table, largest: list[int]) -> pa.Table:
 
 
 @cache
-def _tokenizer(model: str) -> Any:
+def tokenizer_of(model: str) -> Any:
     from aarlib.moe.loading import load_tokenizer
 
     fields = ModelConfig.from_mapping(json.loads(model))

@@ -21,6 +21,8 @@ class Plan(NamedTuple):
     model: str
     num_layers: int
     moe_layers: tuple[int, ...]
+    attention_layers: tuple[int, ...]
+    """MoE layers with attention weights: where AAR can be attached."""
     num_experts: int
     top_k: int
     methods: tuple[MethodPlan, ...]
@@ -47,13 +49,21 @@ def plan(config: RunConfig) -> Plan:
             handle = build_method(method, 0).attach(model)
         except ValueError as error:
             raise ValueError(f"method.{label}: {error}") from None
-        router = sum(parameter.numel() for name, parameter in handle.trainable() if name.endswith((".weight", ".bias")))
-        layers = tuple(sorted(handle.routers))
+        routers = getattr(handle, "routers", {})
+        router = sum(
+            parameter.numel()
+            for name, parameter in handle.trainable()
+            if routers and name.endswith((".weight", ".bias"))
+        )
+        layers = tuple(sorted(routers)) or handle.layers
         methods.append(
             MethodPlan(label, method.name, handle.num_trainable, router, layers, tuple(getattr(method, "layers", ())))
         )
         handle.detach()
-    return Plan(config.model.name, len(parts.layers), parts.moe_layers, parts.num_experts, parts.top_k, tuple(methods))
+    return Plan(
+        config.model.name, len(parts.layers), parts.moe_layers, parts.aar_layers, parts.num_experts, parts.top_k,
+        tuple(methods),
+    )  # fmt: skip
 
 
 def estimated_rows(config: RunConfig) -> int | None:

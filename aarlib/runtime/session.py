@@ -3,6 +3,7 @@
 import logging
 import resource
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,13 +59,18 @@ class Session(NamedTuple):
         packed = any(row.documents for row in rows)
         make = collate_packed if packed else collate
         tensors = make(rows, 0 if pad is None else pad, sequence_length=self.config.data.sequence_length)
+        if all(row.unit >= 0 for row in rows):
+            tensors["unit"] = torch.tensor([row.unit for row in rows])
+            tensors["num_domains"] = torch.tensor(len(self.config.data.domains))
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in tensors.items()}
 
     def share(self, rows: Sequence[Encoded]) -> list[list[Encoded]]:
-        """This worker's micro-batches of a global batch."""
+        """This worker's micro-batches of a global batch; no micro-batch crosses from one unit of rows to the next."""
         data = self.config.data
         rows = pack(rows, data.sequence_length) if data.packing else rows
-        return micro_batches(rows, self.rank, self.world_size, self.config.optim.micro_batch)
+        units = [list(unit) for _, unit in groupby(rows, key=lambda row: row.unit)]
+        micro_batch = self.config.optim.micro_batch
+        return [part for unit in units for part in micro_batches(unit, self.rank, self.world_size, micro_batch)]
 
     def batches(self, seed: int, start: int) -> Iterator[GlobalBatch]:
         """The global batches of a seed, from step `start` on."""

@@ -15,6 +15,7 @@ from ray.train.torch import TorchTrainer
 
 from aarlib.config import write_text_atomically
 from aarlib.data.chat import check_template
+from aarlib.data.corpora import separator_id
 from aarlib.moe.loading import load_tokenizer
 from aarlib.runtime import tracking
 from aarlib.runtime.cluster import check_resources, connect, user_error, worker_environment
@@ -22,6 +23,7 @@ from aarlib.runtime.corpus import Corpus, build_corpus, find_sources, ordered
 from aarlib.runtime.plan import Plan, plan
 from aarlib.runtime.run_directory import check_claim, claim, held, is_finished, pending_runs, run_directory
 from aarlib.runtime.session import Job, dataset_name, epochs_needed, total_steps
+from aarlib.runtime.text_corpus import build_text_corpus, find_texts, ordered_units
 from aarlib.runtime.tracking import Tracking
 from aarlib.runtime.worker import train_worker
 from aarlib.training.config import RunConfig
@@ -66,19 +68,26 @@ def train(config: RunConfig) -> TrainingResult:
 def check(config: RunConfig) -> Plan:
     """Everything that can be checked without weights or workers."""
     planned = plan(config)
+    tokenizer = load_tokenizer(config.model.name, config.model.revision, config.model.chat_template)
+    if config.data.domains:
+        find_texts(config.data)
+        separator_id(tokenizer)
+        return planned
     find_sources(config.data.train)
-    check_template(load_tokenizer(config.model.name, config.model.revision, config.model.chat_template))
+    check_template(tokenizer)
     return planned
 
 
 def prepare(config: RunConfig) -> Prepared:
     """The corpus and the order of its rows for every seed and epoch that `config` needs."""
-    corpus = build_corpus(config.model, config.data)
+    corpus = build_text_corpus(config.model, config.data) if config.data.domains else build_corpus(config.model, config.data)
     epochs = range(epochs_needed(config, corpus.num_train))
-    seeds = sorted({run.seed for run in pending_runs(run_directory(config), config)})
-    return Prepared(
-        corpus, {dataset_name(seed, epoch): ordered(corpus, seed, epoch) for seed in seeds for epoch in epochs}
-    )
+    seeds = sorted({config.order_seed(run.seed) for run in pending_runs(run_directory(config), config)})
+
+    def placed(seed: int, epoch: int) -> MaterializedDataset:
+        return ordered_units(corpus, config.data, seed, epoch) if config.data.domains else ordered(corpus, seed, epoch)
+
+    return Prepared(corpus, {dataset_name(seed, epoch): placed(seed, epoch) for seed in seeds for epoch in epochs})
 
 
 def train_on(

@@ -1,9 +1,10 @@
-"""One (method, seed) run inside the workers: attach, evaluate, train, evaluate, save, prove the base unchanged, detach."""
+"""(method, seed) runs inside the workers: attach, evaluate, train, evaluate, save, prove the base unchanged, detach."""
 
 import json
 import logging
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +18,13 @@ from aarlib.runtime import checkpoints, held_out
 from aarlib.runtime.batches import GlobalBatch
 from aarlib.runtime.checkpoints import TrainingState, capture, restore_optimizer, restore_parameters
 from aarlib.runtime.engine import Setup, StepStats, Trainee, make_engine, train_step
+from aarlib.runtime.population import Pending, enable_only, shared_prefix, with_own_rate
 from aarlib.runtime.routing import RoutingCounts, counting, routing_metrics
 from aarlib.runtime.run_directory import append_line, cut_history
 from aarlib.runtime.session import Session, from_all_workers, peak_gib, save_checkpoint, sum_over_workers
 from aarlib.runtime.sharding import check_frozen, frozen_hash, gathered
 from aarlib.runtime.tracking import RunLogger
-from aarlib.training.adapter import save_adapter
+from aarlib.training.adapter import fingerprint, save_adapter
 from aarlib.training.config import Run
 from aarlib.training.methods import build_method
 
@@ -50,20 +52,33 @@ class Progress(NamedTuple):
     wall_s: float
 
 
-def train_run(session: Session, run: Run, state: TrainingState | None) -> None:
-    """Train `run` to its end, from `state` where given, and write its artefacts; result.json comes last."""
-    method = build_method(run.method, run.seed)
+def train_runs(session: Session, pending: Sequence[Pending]) -> None:
+    """Train runs side by side on the same batches to their end, each from its state where given, and write their artefacts.
+
+    Several are aggregation heads that stopped at the same step; result.json of each comes last.
+    """
     routers = [layer.router for layer in anatomy(session.model).layers if layer.router is not None]
-    with gathered([parameter for router in routers for parameter in router.parameters()]):
-        handle = method.attach(session.model)
+    handles: list[Any] = []
+    actives: list[Active] = []
     try:
-        active = _activate(session, run, method, handle, state)
-        untouched, step0 = _before(active)
-        progress = _train(active, state)
-        _after(active, untouched, step0, progress)
-        active.engine.destroy()
+        for run, state in pending:
+            enable_only(None, handles)
+            method = build_method(run.method, run.seed)
+            with gathered([parameter for router in routers for parameter in router.parameters()]):
+                handles.append(method.attach(session.model))
+            actives.append(_activate(session, run, method, handles[-1], state))
+        before: list[tuple[pd.DataFrame, pd.DataFrame]] = []
+        for active in actives:
+            enable_only(active.handle, handles)
+            before.append(_before(active))
+        progress = _train(actives, pending[0].state)
+        for active, frames in zip(actives, before, strict=True):
+            enable_only(active.handle, handles)
+            _after(active, *frames, progress)
+            active.engine.destroy()
     finally:
-        handle.detach()
+        for handle in handles:
+            handle.detach()
 
 
 def _activate(session: Session, run: Run, method: Any, handle: Any, state: TrainingState | None) -> Active:
@@ -71,7 +86,7 @@ def _activate(session: Session, run: Run, method: Any, handle: Any, state: Train
     _announce(run, handle)
     if state is not None:
         restore_parameters(handle.trainable(), state.tensors)
-    setup = session.setup()
+    setup = with_own_rate(session.setup(), run.method)
     trainee = Trainee(session.model, handle, method)
     engine = make_engine(trainee, setup)
     active = Active(session, run, folder, setup, handle, trainee, engine, RunLogger(session.tracking, run.name))
@@ -126,29 +141,41 @@ def _check_same_base(session: Session, path: Path) -> None:
         )
 
 
-def _train(active: Active, state: TrainingState | None) -> Progress:
-    session, setup = active.session, active.setup
+def _train(actives: Sequence[Active], state: TrainingState | None) -> Progress:
+    session, setup = actives[0].session, actives[0].setup
     start, tokens, earlier_s = (0, 0, 0.0) if state is None else (state.step, state.tokens, state.wall_s)
     begun = last_log = time.monotonic()
     tokens_logged = tokens
-    batches = session.batches(active.run.seed, start)
-    for step, batch in zip(range(start, setup.total_steps), batches, strict=False):
-        tokens += batch.num_tokens
-        parts = session.share(batch.rows)
-        stats = train_step(active.engine, [session.batch(part) for part in parts], batch.num_targets, step, setup)
-        if session.rank == 0:
-            append_line(active.folder / "rows.jsonl", {"step": step, "row_ids": batch.row_ids})
-        if step % setup.optim.log_every == 0 or step == setup.total_steps - 1:
-            now = time.monotonic()
-            speed = (tokens - tokens_logged) / (now - last_log)
-            _log_step(active, step, batch, stats, speed, parts[0])
-            last_log, tokens_logged = time.monotonic(), tokens
-        if (step + 1) % session.config.ray.checkpoint_every == 0 and step + 1 < setup.total_steps:
-            wall_s = earlier_s + time.monotonic() - begun
-            tensors = capture(active.engine, active.handle.trainable(), setup.zero_stage)
-            metrics = {"step": step + 1, **_means(active, stats, batch)}
-            save_checkpoint(session, TrainingState(active.run.name, step + 1, tokens, wall_s, tensors), metrics)
+    handles = [active.handle for active in actives]
+    order_seed = session.config.order_seed(actives[0].run.seed)
+    with shared_prefix(session, [active.trainee.method for active in actives], handles) as prefix:
+        for step, batch in zip(range(start, setup.total_steps), session.batches(order_seed, start), strict=False):
+            tokens += batch.num_tokens
+            parts = session.share(batch.rows)
+            batches = [session.batch(part) for part in parts]
+            if prefix is not None:
+                batches = [prefix(tensors, part, step) for tensors, part in zip(batches, parts, strict=True)]
+            is_logged = step % setup.optim.log_every == 0 or step == setup.total_steps - 1
+            for active in actives:
+                enable_only(active.handle, handles)
+                stats = train_step(active.engine, batches, batch.num_targets, step, active.setup)
+                if session.rank == 0:
+                    append_line(active.folder / "rows.jsonl", {"step": step, "row_ids": batch.row_ids})
+                if is_logged:
+                    speed = (tokens - tokens_logged) / (time.monotonic() - last_log)
+                    _log_step(active, step, batch, stats, speed, parts[0])
+                if (step + 1) % session.config.ray.checkpoint_every == 0 and step + 1 < setup.total_steps:
+                    wall_s = earlier_s + time.monotonic() - begun
+                    _checkpoint(active, step, batch, stats, Progress(step + 1, tokens, wall_s))
+            if is_logged:
+                last_log, tokens_logged = time.monotonic(), tokens
     return Progress(setup.total_steps, tokens, earlier_s + time.monotonic() - begun)
+
+
+def _checkpoint(active: Active, step: int, batch: GlobalBatch, stats: StepStats, progress: Progress) -> None:
+    tensors = capture(active.engine, active.handle.trainable(), active.setup.zero_stage)
+    metrics = {"step": step + 1, **_means(active, stats, batch), **_held_out(active, step)}
+    save_checkpoint(active.session, TrainingState(active.run.name, *progress, tensors), metrics)
 
 
 def _log_step(active: Active, step: int, batch: GlobalBatch, stats: StepStats, speed: float, rows: list[Any]) -> None:
@@ -167,6 +194,17 @@ def _log_step(active: Active, step: int, batch: GlobalBatch, stats: StepStats, s
         active.run.name, step + 1, active.setup.total_steps, metrics.get("train/ce", float("nan")), stats.grad_norm,
         stats.learning_rate, 100 * metrics["routing/picks_changed"], speed,
     )  # fmt: skip
+
+
+def _held_out(active: Active, step: int) -> dict[str, float]:
+    """After step `step`, where the config asks for it at checkpoints."""
+    if not active.session.config.ray.evaluate_at_checkpoints:
+        return {}
+    metrics = {"held_out/ce": held_out.mean_ce(_evaluate(active))}
+    if active.session.rank == 0:
+        append_line(active.folder / "metrics.jsonl", {"step": step, **metrics})
+        active.logger.log(metrics, step)
+    return metrics
 
 
 def _means(active: Active, stats: StepStats, batch: GlobalBatch) -> dict[str, float]:
@@ -220,16 +258,17 @@ def _after(active: Active, untouched: pd.DataFrame, step0: pd.DataFrame, progres
 
 
 def _save(active: Active, summary: dict[str, Any]) -> None:
-    """The adapter, MLflow's last metrics, then result.json. The fingerprint in the adapter needs the base whole."""
-    trained = [parameter for _, parameter in active.handle.trainable()]
-    with gathered([*active.session.model.parameters(), *trained]):
+    """The adapter, MLflow's last metrics, then result.json. Under ZeRO-3 no more than one tensor of the base is ever whole."""
+    base = fingerprint(active.session.model, gathered)
+    with gathered([parameter for _, parameter in active.handle.trainable()]):
         if active.session.rank == 0:
             metadata = {
                 key: summary[key] for key in ("label", "seed", "steps", "tokens", "held_out_ce", "untouched_ce")
             }
             metadata["model"] = active.session.config.model.model_dump(mode="json")
             metadata["data"] = active.session.config.data.model_dump(mode="json")
-            save_adapter(active.handle, active.folder / "adapter", metadata=metadata, overwrite=True)
+            path = active.folder / "adapter"
+            save_adapter(active.handle, path, metadata=metadata, overwrite=True, base_fingerprint=base)
     if active.session.rank == 0:
         scores = {"held_out/ce": summary["held_out_ce"], "held_out/ce_step0": summary["step0_ce"]}
         active.logger.log({**scores, "held_out/ce_untouched": summary["untouched_ce"]}, summary["steps"])

@@ -13,26 +13,33 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from aarlib.moe.loading import load_model
 from aarlib.runtime import held_out
 from aarlib.runtime.checkpoints import TrainingState, latest_state
 from aarlib.runtime.corpus import quiet_ray_data
-from aarlib.runtime.engine import Setup, checkpoint_activations, deepspeed_config
-from aarlib.runtime.run_directory import pending_runs
+from aarlib.runtime.engine import Setup, checkpoint_activations, load_base
+from aarlib.runtime.population import Pending, groups
+from aarlib.runtime.run_directory import append_line, pending_runs
 from aarlib.runtime.session import Job, Session
 from aarlib.runtime.sharding import frozen_hash
-from aarlib.runtime.training_run import train_run
+from aarlib.runtime.training_run import train_runs
+from aarlib.training.adapter import load_adapter
 from aarlib.training.config import Run, RunConfig
 
 logger = logging.getLogger("aarlib")
+
+STARTS = "starts.jsonl"
+"""In the run directory: a line whenever a worker group begins, for the first time or after a failure."""
 
 
 def train_worker(job: dict[str, Any]) -> None:
     """The loop Ray Train runs in every worker; `job` holds the fields of `Job`."""
     session = _open(Job(**job))
-    for run in _agreed(pending_runs(session.folder, session.config)):
-        train_run(session, run, _resume_state(session, run))
-        ray.train.report({"finished": run.name, **_scores(session.folder, run)})
+    runs = _agreed(pending_runs(session.folder, session.config))
+    pending = [Pending(run, _resume_state(session, run)) for run in runs]
+    for group in groups(pending, session.config.optim.population):
+        train_runs(session, group)
+        for run, _ in group:
+            ray.train.report({"finished": run.name, **_scores(session.folder, run)})
 
 
 def _open(job: Job) -> Session:
@@ -43,7 +50,10 @@ def _open(job: Job) -> Session:
     log_to_stderr(rank)
     device = ray.train.torch.get_device()
     started = time.monotonic()
-    model, tokenizer = _load(config, Setup(config.optim, config.ray.zero_stage, rank, world_size, 1), device)
+    setup = Setup(config.optim, config.ray.zero_stage, rank, world_size, 1)
+    model, tokenizer = load_base(config.model, setup, device)
+    if config.model.adapter is not None:
+        load_adapter(model, config.model.adapter)
     if config.optim.activation_checkpointing:
         checkpoint_activations(model)
     shard = ray.train.get_dataset_shard("held_out")
@@ -53,24 +63,12 @@ def _open(job: Job) -> Session:
         config, Path(job.folder), job.tracking, job.num_train, rank, world_size, device, model, tokenizer, parts,
         frozen=frozen_hash(model),
     )  # fmt: skip
+    if rank == 0:
+        append_line(session.folder / STARTS, {"time": time.time(), "num_workers": world_size, "device": str(device)})
     logger.info(
         "%s loaded on %d workers (%s) in %.1f s", config.model.name, world_size, device, time.monotonic() - started
     )
     return session
-
-
-def _load(config: RunConfig, setup: Setup, device: torch.device) -> tuple[Any, Any]:
-    """The model on `device`; ZeRO-3 on GPUs partitions it while loading, so that it need not fit on one."""
-    model = config.model
-    arguments: dict[str, Any] = {"experts_implementation": model.experts_implementation}
-    if config.ray.zero_stage == 3 and device.type == "cuda":
-        from transformers.integrations.deepspeed import HfDeepSpeedConfig
-
-        partitioning = HfDeepSpeedConfig(deepspeed_config(setup))
-        loaded = load_model(model.name, model.revision, model.dtype, **arguments)
-        del partitioning
-        return loaded
-    return load_model(model.name, model.revision, model.dtype, device=device, **arguments)
 
 
 def log_to_stderr(rank: int) -> None:

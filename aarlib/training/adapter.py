@@ -4,7 +4,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from aarlib.aar.attach import RoutingHandle, attach_aar
+from aarlib.aar.attach import RoutingHandle, attach_aar, attached_router
+from aarlib.fdaa.attach import AggregationHandle, attach_fdaa
+from aarlib.fdaa.config import AggregationConfig
 from aarlib.moe.anatomy import Anatomy, anatomy
 from aarlib.moe.families import Family
 from aarlib.moe.loading import NANO
@@ -26,22 +29,38 @@ FORMAT = 1
 LAYOUT = "transformers-5"
 """Fused expert tensors and router modules, as of transformers 5; an adapter of another layout is refused."""
 SAMPLED_ELEMENTS = 32
+Handle = RoutingHandle | AggregationHandle
 
 
-def fingerprint(model: nn.Module) -> str:
+Gather = Callable[[Sequence[Tensor]], AbstractContextManager[None]]
+"""Inside the context, the parameters given are whole: ZeRO-3 holds parts of them."""
+
+
+def as_they_are(parameters: Sequence[Tensor]) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def fingerprint(model: nn.Module, gather: Gather = as_they_are) -> str:
     """sha256 over name, shape and 32 evenly spaced elements (rounded to bfloat16) of every parameter of the decoder.
 
-    The same for a checkpoint loaded in float32 or bfloat16; another for a base that was tuned further.
+    The same for a checkpoint loaded in float32 or bfloat16; another for a base that was tuned further. One parameter is
+    gathered at a time.
     """
-    return _fingerprint(anatomy(model))
+    return _fingerprint(anatomy(model), gather)
 
 
 def save_adapter(
-    handle: RoutingHandle, path: str | Path, *, metadata: Mapping[str, Any] | None = None, overwrite: bool = False
+    handle: Handle,
+    path: str | Path,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    base_fingerprint: str | None = None,
 ) -> Path:
     """Write the trained tensors and everything needed to load them; raises ValueError where `path` exists already.
 
-    `metadata` (base revision, data, seed, scores, ...) goes into adapter.json and the card.
+    `metadata` (base revision, data, seed, scores, ...) goes into adapter.json and the card. `base_fingerprint` spares reading the
+    base, whose parts may lie on other processes.
     """
     path = Path(path)
     if path.exists() and not overwrite:
@@ -51,7 +70,8 @@ def save_adapter(
     temporary.mkdir(parents=True)
     tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in handle.trainable()}
     save_file(tensors, temporary / TENSORS, metadata={"format": "pt"})
-    record = _describe(handle, tensors, temporary / TENSORS, dict(metadata or {}))
+    base = base_fingerprint or _fingerprint(handle.anatomy)
+    record = _describe(handle, tensors, temporary / TENSORS, dict(metadata or {}), base)
     (temporary / METADATA).write_text(json.dumps(record, indent=2, sort_keys=True), encoding="utf-8")
     (temporary / CARD).write_text(_card(record), encoding="utf-8")
     if path.exists():
@@ -61,23 +81,30 @@ def save_adapter(
 
 
 def load_adapter(
-    model: nn.Module, path_or_hub_id: str | Path, revision: str | None = None, family: Family | None = None
-) -> RoutingHandle:
-    """Attach a saved adapter to the base it was trained on.
+    model: nn.Module,
+    path_or_hub_id: str | Path,
+    revision: str | None = None,
+    family: Family | None = None,
+    method: str | None = None,
+) -> Handle:
+    """Attach a saved adapter to the base it was trained on; an aggregation head trained over trained routers, over those.
 
-    Raises ValueError where files are missing or corrupt, or the adapter belongs to another base, method or layout.
+    Raises ValueError where files are missing or corrupt, or the adapter belongs to another base, other routers or another
+    layout, or is not of `method` where one is named.
     """
     folder = _folder(path_or_hub_id, revision)
     record = read_metadata(folder)
     parts = anatomy(model, family)
     _check_base(record, parts, folder)
+    _check_method(record, parts, folder, method)
     if _sha256(folder / TENSORS) != record["sha256"]:
         raise ValueError(
             f"{folder / TENSORS} is corrupt: its hash is not the one in {METADATA}; download or save it again"
         )
     config = TypeAdapter(MethodConfig).validate_python(record["config"])
     tensors = load_file(folder / TENSORS)
-    handle = attach_aar(model, config, family=parts.family)
+    attach: Any = attach_fdaa if isinstance(config, AggregationConfig) else attach_aar
+    handle = attach(model, config, family=parts.family)
     wanted = {name: tuple(parameter.shape) for name, parameter in handle.trainable()}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if wanted != found:
@@ -117,7 +144,7 @@ def _folder(path_or_hub_id: str | Path, revision: str | None) -> Path:
 
 
 def _describe(
-    handle: RoutingHandle, tensors: dict[str, Tensor], file: Path, metadata: dict[str, Any]
+    handle: Handle, tensors: dict[str, Tensor], file: Path, metadata: dict[str, Any], base_fingerprint: str
 ) -> dict[str, Any]:
     parts = handle.anatomy
     return {
@@ -128,9 +155,10 @@ def _describe(
         "method": handle.config.name,
         "config": handle.config.model_dump(mode="json"),
         "base_model": _base_name(parts),
-        "base_fingerprint": _fingerprint(parts),
+        "base_fingerprint": base_fingerprint,
         "family": parts.family.model_types[0],
         "num_experts": parts.num_experts,
+        "over_routers": _attached_routers(parts) if isinstance(handle, AggregationHandle) else None,
         "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
         "num_trainable": sum(tensor.numel() for tensor in tensors.values()),
         "sha256": _sha256(file),
@@ -153,18 +181,45 @@ def _check_base(record: dict[str, Any], parts: Anatomy, folder: Path) -> None:
             )
 
 
-def _fingerprint(parts: Anatomy) -> str:
+def _check_method(record: dict[str, Any], parts: Anatomy, folder: Path, method: str | None) -> None:
+    if method is not None and record["method"] != method:
+        raise ValueError(f"adapter {str(folder)!r} is of method {record['method']!r}, not {method!r}; name another")
+    wanted = record.get("over_routers")
+    if record["method"] in ("fdaa", "static_calibrator") and wanted != _attached_routers(parts):
+        under = "other trained routers than are attached" if wanted else "the stock routers, and trained ones are attached"
+        raise ValueError(
+            f"adapter {str(folder)!r} was trained over {under}; load the router adapter it belongs to first, or detach() yours"
+        )
+
+
+def _attached_routers(parts: Anatomy) -> str | None:
+    """sha256 of the trained routers that stand in the model now, None where the stock ones do."""
+    stock = [layer.router for layer in parts.layers if layer.router is not None]
+    routers = [router for router in map(attached_router, stock) if router is not None]
+    if not routers:
+        return None
+    digest = hashlib.sha256()
+    for router in routers:
+        for name, parameter in router.named_parameters():
+            digest.update(f"{name}{tuple(parameter.shape)}".encode())
+            digest.update(parameter.detach().float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _fingerprint(parts: Anatomy, gather: Gather = as_they_are) -> str:
     digest = hashlib.sha256()
     for name, parameter in parts.decoder.named_parameters():
-        if parameter.device.type == "meta" or parameter.numel() == 0:
-            raise ValueError(
-                f"no fingerprint: parameter {name} holds no data on this process; load or gather the weights"
-            )
-        index = torch.linspace(0, parameter.numel() - 1, SAMPLED_ELEMENTS, dtype=torch.float64).round().long()
-        sample = parameter.detach().reshape(-1)[index.to(parameter.device)].to(torch.bfloat16).view(torch.int16)
-        digest.update(f"{name}{tuple(parameter.shape)}".encode())
-        digest.update(sample.cpu().numpy().tobytes())
+        with gather([parameter]):
+            digest.update(_sampled(name, parameter))
     return digest.hexdigest()
+
+
+def _sampled(name: str, parameter: Tensor) -> bytes:
+    if parameter.device.type == "meta" or parameter.numel() == 0:
+        raise ValueError(f"no fingerprint: parameter {name} holds no data on this process; load or gather the weights")
+    index = torch.linspace(0, parameter.numel() - 1, SAMPLED_ELEMENTS, dtype=torch.float64).round().long()
+    sample = parameter.detach().reshape(-1)[index.to(parameter.device)].to(torch.bfloat16).view(torch.int16)
+    return f"{name}{tuple(parameter.shape)}".encode() + sample.cpu().numpy().tobytes()
 
 
 def _base_name(parts: Anatomy) -> str:
@@ -186,7 +241,7 @@ base_model: {record["base_model"]}
 ---
 # {record["method"]} adapter for {record["base_model"]}
 
-Routing parameters only ({record["num_trainable"]:,} float32 values); the base model is frozen and not part of this adapter.
+Trained parameters only ({record["num_trainable"]:,} float32 values); the base model is frozen and not part of this adapter.
 
 ```python
 import aarlib

@@ -11,8 +11,11 @@ from pydantic import Field, field_validator, model_validator
 
 from aarlib.aar.config import AARConfig, RouterSFTConfig
 from aarlib.config import Config
+from aarlib.fdaa.config import AggregationConfig, FDAAConfig, StaticCalibratorConfig
 
-MethodConfig = Annotated[RouterSFTConfig | AARConfig, Field(discriminator="name")]
+MethodConfig = Annotated[
+    RouterSFTConfig | AARConfig | FDAAConfig | StaticCalibratorConfig, Field(discriminator="name")
+]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -23,15 +26,34 @@ class ModelConfig(Config):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the frozen base; routing parameters are float32 always."""
     experts_implementation: Literal["eager", "grouped_mm", "batched_mm"] = "grouped_mm"
+    adapter: Path | None = None
+    """Trained routers attached before an aggregation method trains over them; relative to the config file."""
     geometry: Path | None = None
     """A config.json with the model's shapes, for --dry-run where the hub is not reached; relative to the config file."""
     chat_template: Path | None = None
     """A Jinja file that replaces the tokenizer's own template; relative to the config file."""
 
 
+class TextDomain(Config):
+    """Plain text of one kind, `[data.domains.<name>]`."""
+
+    text: tuple[str, ...]
+    """Globs or URIs of .txt, JSONL(.gz) or parquet files with a string `text`, or `nano:<register>:<number of articles>`."""
+    documents: Literal["whole", "headings"] = "whole"
+    """What a document is: each row (of a .txt file: the whole file), or what stands between two WikiText titles ` = Title = `."""
+
+
 class DataConfig(Config):
-    train: tuple[str, ...]
+    train: tuple[str, ...] = ()
     """Globs or URIs of parquet / JSONL(.gz) conversations, shards made by `prepare`, or `nano:<split>` (bundled)."""
+    domains: dict[str, TextDomain] = {}
+    """In place of `train`: language-model windows of plain text. Unit u of rows comes from domain u mod d."""
+    unit_rows: int = Field(default=8, ge=1)
+    """Consecutive rows of the global order that share a domain and, for methods that train one layer at a time, a layer."""
+    order_seed: int | None = None
+    """Of the order of the rows; None: each run's own seed."""
+    test: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Share of the documents of `domains` that training never sees in any way, for a study."""
     proportions: tuple[Annotated[float, Field(gt=0.0)], ...] | None = None
     """Of the training rows, one per entry of `train`: the largest set of rows that has them exactly. None: all rows."""
     hub: str | None = None
@@ -66,6 +88,10 @@ class OptimConfig(Config):
     """Not in the paper; ours."""
     activation_checkpointing: bool = False
     log_every: int = Field(default=10, ge=1)
+    population: bool = False
+    """Train aggregation methods on the same layers side by side on one pass of the frozen prefix (seeds, lambdas)."""
+    prefix_cache_gib: float = Field(default=0.0, ge=0)
+    """Disk budget of each worker for the residual stream entering the first trained layer, which later epochs then read."""
 
 
 class RayConfig(Config):
@@ -83,6 +109,8 @@ class RayConfig(Config):
     max_failures: int = Field(default=1, ge=0)
     checkpoint_every: int = Field(default=50, ge=1)
     """Optimizer steps between checkpoints, from which a failed worker group resumes."""
+    evaluate_at_checkpoints: bool = False
+    """Held-out CE at every checkpoint, in metrics.jsonl and for the schedulers of a sweep."""
 
 
 class TrackingConfig(Config):
@@ -110,7 +138,7 @@ class Run(NamedTuple):
     """One training: a label, its method and its seed. `name` is its folder."""
 
     label: str
-    method: RouterSFTConfig | AARConfig
+    method: RouterSFTConfig | AARConfig | FDAAConfig | StaticCalibratorConfig
     seed: int
 
     @property
@@ -150,6 +178,7 @@ class RunConfig(Config):
                     f"method.{label}.window = {window} is longer than data.sequence_length = "
                     f"{self.data.sequence_length}; shorten the window or lengthen the sequence"
                 )
+        self._check_text()
         shares = self.data.proportions
         if shares is not None and len(shares) != len(self.data.train):
             raise ValueError(
@@ -167,5 +196,34 @@ class RunConfig(Config):
             )
         return self
 
+    def _check_text(self) -> None:
+        data, optim = self.data, self.optim
+        if bool(data.train) == bool(data.domains):
+            raise ValueError("data: give either train (conversations) or domains (plain text)")
+        if data.domains and (data.packing or data.proportions is not None):
+            raise ValueError("data.packing and data.proportions are for conversations; windows of text are full already")
+        if data.held_out + data.test >= 1:
+            raise ValueError(f"data.held_out = {data.held_out} and data.test = {data.test} leave nothing to train on")
+        aggregation = [label for label, method in self.method.items() if isinstance(method, AggregationConfig)]
+        if aggregation and data.packing:
+            raise ValueError(f"method.{aggregation[0]}: aggregation methods train on unpacked rows; set data.packing = false")
+        if optim.population and len(self.seeds) > 1 and data.order_seed is None:
+            raise ValueError("optim.population: heads of several seeds share their batches; set data.order_seed")
+
+    def order_seed(self, seed: int) -> int:
+        """Of the order of the rows that a run of `seed` sees."""
+        return seed if self.data.order_seed is None else self.data.order_seed
+
     def runs(self) -> list[Run]:
-        return [Run(label, method, seed) for seed in self.seeds for label, method in self.method.items()]
+        """A static calibrator starts at zeros: with one order of rows all its seeds are one training."""
+        first_only = {
+            label
+            for label, method in self.method.items()
+            if isinstance(method, StaticCalibratorConfig) and self.data.order_seed is not None
+        }
+        return [
+            Run(label, method, seed)
+            for seed in self.seeds
+            for label, method in self.method.items()
+            if seed == self.seeds[0] or label not in first_only
+        ]

@@ -1,0 +1,42 @@
+"""The FDAA study's configuration: which trained heads, on which texts. Imports no torch."""
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from aarlib.config import Config
+from aarlib.runtime.audit_config import ActorsConfig
+from aarlib.training.config import Fraction, ModelConfig, TextDomain, TrackingConfig
+
+
+class FDAAConfig(Config):
+    runs: tuple[str, ...]
+    """Names of finished run directories of `train` under ray.storage; their fdaa and static_calibrator adapters are evaluated."""
+    domains: dict[str, TextDomain]
+    """Texts to evaluate on. Splits must be those of the runs (`held_out`, `test`)."""
+    held_out: Fraction = 0.1
+    """Share of the documents on which anything is chosen."""
+    test: Fraction = 0.25
+    """Share of the documents on which everything is reported."""
+    window: int = Field(default=128, ge=8)
+    development_windows: int = Field(default=64, ge=2)
+    test_windows: int = Field(default=200, ge=2)
+    """Of each domain: the first by a hash of their ids, so that every head sees the same."""
+    batch_size: int = Field(default=32, ge=1)
+
+    @model_validator(mode="after")
+    def _given(self) -> Self:
+        if not self.runs or len(set(self.runs)) != len(self.runs):
+            raise ValueError("runs: name one or more run directories of `train`, each once")
+        if not self.domains:
+            raise ValueError("no domain given; add a table such as [fdaa.domains.wikitext]")
+        return self
+
+
+class FDAAStudyConfig(Config):
+    name: str
+    """Run directory under ray.storage."""
+    model: ModelConfig = ModelConfig()
+    fdaa: FDAAConfig
+    ray: ActorsConfig = ActorsConfig()
+    tracking: TrackingConfig = TrackingConfig()

@@ -1,0 +1,148 @@
+"""FDAA's tables (DESIGN 2.5): heads and controls on exactly paired windows. Records in, frames out.
+
+Records: run, domain, split, layers, arm, seed, window, ce_sum, num_targets. Delta CE in nats per token of a window, negative is
+better;
+a window's value is the mean over seeds, then windows are bootstrapped.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from aarlib.stats import mean_and_std, paired_bootstrap, win_fraction
+
+FIXED = ("uniform", "temperature_0.5", "temperature_2.0", "static")
+"""Among which the strongest is chosen on development."""
+MASKED = ("no_outputs", "no_hidden", "router_and_id")
+KEYS = ["run", "domain", "layers"]
+POOLED, ALL = "pooled", "all"
+
+
+class Compared(NamedTuple):
+    """One arm against another on the same windows."""
+
+    mean: float
+    low: float
+    high: float
+    seed_std: float
+    """n-1 deviation over seeds of the mean over windows; NaN for one seed."""
+    seeds: tuple[float, ...]
+    win: float
+    num_windows: int
+
+
+def window_ce(records: pd.DataFrame) -> pd.DataFrame:
+    """Mean CE of each window as columns (arm, seed), rows by (run, domain, split, layers, window); arms paired, none missing."""
+    frame = records.assign(ce=records["ce_sum"] / records["num_targets"])
+    counts = frame.groupby(["run", "domain", "split", "layers", "window"])["num_targets"].nunique()
+    if (counts != 1).any():
+        raise ValueError(f"window {counts.index[counts != 1][0]} has different target counts between arms")
+    return frame.pivot(index=["run", "domain", "split", "layers", "window"], columns=["arm", "seed"], values="ce")
+
+
+def compare(ce: pd.DataFrame, arm: str, against: str) -> Compared:
+    """`arm` minus `against` over the rows of `ce`; an arm with one seed stands beside every seed of the other."""
+    ours, theirs = _seeds(ce, arm), _seeds(ce, against)
+    seeds = ours.columns if len(ours.columns) >= len(theirs.columns) else theirs.columns
+    differences = np.stack([_of(ours, seed) - _of(theirs, seed) for seed in seeds])
+    by_window = differences.mean(axis=0)
+    by_seed = differences.mean(axis=1)
+    interval = paired_bootstrap(by_window)
+    std = mean_and_std(by_seed).std
+    return Compared(*interval, std, tuple(map(float, by_seed)), win_fraction(by_window), len(by_window))
+
+
+def strongest_fixed(development: pd.DataFrame) -> str:
+    """The control with the lowest mean CE on development windows."""
+    present = {arm for arm, _ in development.columns if _seeds(development, arm).notna().all(axis=None)}
+    return min(
+        (arm for arm in FIXED if arm in present), key=lambda arm: float(_seeds(development, arm).to_numpy().mean())
+    )
+
+
+def domain_table(records: pd.DataFrame, layers: str | None = None) -> pd.DataFrame:
+    """One row per (run, domain, layers): the head against native and every control, on test windows."""
+    ce = window_ce(records)
+    rows = []
+    for keys in ce.index.droplevel(["split", "window"]).unique():
+        if layers is not None and keys[2] != layers:
+            continue
+        part = ce.loc[keys[:2]].xs(keys[2], level="layers")
+        development, test = part.loc["development"].dropna(axis=1), part.loc["test"].dropna(axis=1)
+        strongest = strongest_fixed(development)
+        row = dict(zip(KEYS, keys, strict=True)) | {"native_ce": float(_seeds(test, "native").to_numpy().mean())}
+        controls = ["native", "permuted", *(arm for arm in FIXED if arm in {name for name, _ in test.columns})]
+        for control in controls:
+            row |= _named(f"vs_{control}", compare(test, "fdaa", control))
+        row |= {"strongest_fixed": strongest, **_named("vs_strongest", compare(test, "fdaa", strongest))}
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def control_table(records: pd.DataFrame) -> pd.DataFrame:
+    """One row per (run, domain, layers, arm): every control and mask against native, on test windows."""
+    ce = window_ce(records)
+    rows = []
+    for keys in ce.index.droplevel(["split", "window"]).unique():
+        test = ce.loc[keys[:2]].xs(keys[2], level="layers").loc["test"].dropna(axis=1)
+        for arm in sorted({name for name, _ in test.columns} - {"native"}):
+            rows.append(
+                dict(zip(KEYS, keys, strict=True)) | {"arm": arm} | _named("vs_native", compare(test, arm, "native"))
+            )
+    return pd.DataFrame(rows)
+
+
+def layer_table(records: pd.DataFrame) -> pd.DataFrame:
+    """A head of several layers: each layer alone, pooled over (window, layer) cells, and all of them together."""
+    ce = window_ce(records)
+    rows = []
+    for run, domain in ce.index.droplevel(["split", "layers", "window"]).unique():
+        part = ce.loc[(run, domain)]
+        places = [place for place in part.index.get_level_values("layers").unique()]
+        if ALL not in places:
+            continue
+        singles = [place for place in places if place != ALL]
+        choices = [(place, [place]) for place in singles] + [(POOLED, singles), (ALL, [ALL])]
+        for label, chosen in choices:
+            cells = part[part.index.get_level_values("layers").isin(chosen)].dropna(axis=1)
+            development, test = cells.loc["development"], cells.loc["test"]
+            strongest = strongest_fixed(development)
+            rows.append(
+                {"run": run, "domain": domain, "layers": label, "strongest_fixed": strongest}
+                | _named("vs_native", compare(test, "fdaa", "native"))
+                | _named("vs_strongest", compare(test, "fdaa", strongest))
+                | _named("vs_permuted", compare(test, "fdaa", "permuted"))
+            )
+    return pd.DataFrame(rows)
+
+
+def _named(prefix: str, compared: Compared) -> dict[str, object]:
+    return {f"{prefix}/{name}": value for name, value in compared._asdict().items()}
+
+
+def _seeds(ce: pd.DataFrame, arm: str) -> pd.DataFrame:
+    return ce.xs(arm, axis=1, level="arm")  # pyright: ignore[reportReturnType]
+
+
+def _of(values: pd.DataFrame, seed: int) -> np.ndarray:
+    column = seed if seed in values.columns else values.columns[0]
+    return values[column].to_numpy()
+
+
+def results(records: pd.DataFrame) -> dict[str, list[dict[str, object]]]:
+    """Every table as JSON-able rows: `domains`, `controls`, `layers`."""
+    found = {"domains": domain_table(records), "controls": control_table(records), "layers": layer_table(records)}
+    return {name: _rows(frame) for name, frame in found.items()}
+
+
+def _rows(frame: pd.DataFrame) -> list[dict[str, object]]:
+    return [{key: _plain(value) for key, value in row.items()} for row in frame.to_dict("records")]  # pyright: ignore[reportReturnType]
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, tuple):
+        return [round(float(item), 6) for item in value]
+    if isinstance(value, float | np.floating):
+        return None if np.isnan(value) else round(float(value), 6)
+    return int(value) if isinstance(value, np.integer) else value

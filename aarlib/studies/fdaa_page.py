@@ -1,0 +1,92 @@
+"""FDAA's result rows as Markdown tables: what docs/studies/fdaa.md shows and `study` prints."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Rows = Sequence[Mapping[str, Any]]
+CONTROLS = ("vs_native", "vs_static", "vs_permuted", "vs_strongest")
+
+
+def tables(results: Mapping[str, Rows]) -> dict[str, str]:
+    """Markdown by name; a table without rows is left out."""
+    found = {
+        "domains": domains(results["domains"]),
+        "masks": masks(results["controls"]),
+        "layers": layers(results["layers"]),
+    }
+    return {name: text for name, text in found.items() if text.count("\n") > 1}
+
+
+def domains(rows: Rows) -> str:
+    """Trained on, tested on: the head against native and the controls."""
+    head = ["trained in", "tested on", "native CE", "against native", "by seed", "wins", "against static", "against permuted",
+            "against strongest fixed (chosen on development)"]  # fmt: skip
+    body = [
+        [
+            row["run"], row["domain"], f"{row['native_ce']:.4f}", interval(row, "vs_native"), seeds(row, "vs_native"),
+            f"{100 * row['vs_native/win']:.0f}%",
+            interval(row, "vs_static"), interval(row, "vs_permuted"),
+            f"{interval(row, 'vs_strongest')} ({row['strongest_fixed']})",
+        ]
+        for row in rows
+        if row["layers"] != "all" and row.get("vs_static/mean") is not None
+    ]  # fmt: skip
+    return _table(head, body)
+
+
+def masks(rows: Rows) -> str:
+    """Every control and feature mask against native."""
+    order = (
+        "fdaa",
+        "no_outputs",
+        "no_hidden",
+        "router_and_id",
+        "permuted",
+        "static",
+        "uniform",
+        "temperature_0.5",
+        "temperature_2.0",
+    )
+    groups: dict[tuple[str, str, str], dict[str, str]] = {}
+    for row in rows:
+        groups.setdefault((row["run"], row["domain"], row["layers"]), {})[row["arm"]] = interval(row, "vs_native")
+    with_static = {key: arms for key, arms in groups.items() if "static" in arms}
+    return _table(
+        ["trained in", "tested on", *order],
+        [[*key[:2], *(arms[name] for name in order)] for key, arms in with_static.items()],
+    )
+
+
+def layers(rows: Rows) -> str:
+    """A head of several layers: each alone, pooled, and all together."""
+    head = [
+        "trained in",
+        "tested on",
+        "layers",
+        "against native",
+        "by seed",
+        "against permuted",
+        "against strongest fixed",
+    ]
+    body = [
+        [
+            row["run"], row["domain"], row["layers"], interval(row, "vs_native"), seeds(row, "vs_native"),
+            interval(row, "vs_permuted"), f"{interval(row, 'vs_strongest')} ({row['strongest_fixed']})",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return _table(head, body)
+
+
+def interval(row: Mapping[str, Any], name: str) -> str:
+    """Mean and 95% bootstrap interval over windows."""
+    return f"{row[f'{name}/mean']:+.4f} [{row[f'{name}/low']:+.4f}, {row[f'{name}/high']:+.4f}]"
+
+
+def seeds(row: Mapping[str, Any], name: str) -> str:
+    return ", ".join(f"{value:+.4f}" for value in row[f"{name}/seeds"])
+
+
+def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

@@ -1,0 +1,40 @@
+import pytest
+
+from aarlib.bench import fdaa
+from aarlib.bench.measure import measure
+
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 128,
+}
+SETTINGS = fdaa.Settings(rows=2, length=16, num_heads=2, shape=TINY)
+
+
+def test_all_ways_give_the_same_gradients():
+    fdaa.check_equal(SETTINGS)
+
+
+def test_a_way_with_other_gradients_is_caught(monkeypatch):
+    monkeypatch.setattr(fdaa, "full_step", lambda case: fdaa.prefix_step(case, lambda *_: wrong(case)))
+
+    def wrong(case):
+        batch = {**case.batch, "input_ids": case.batch["input_ids"].flip(1)}
+        return fdaa.FrozenPrefix(case.handles[0].anatomy, fdaa.LAYER)(batch, fdaa.LAYER)
+
+    with pytest.raises(RuntimeError, match="first pass: gradients differ from the full backward's"):
+        fdaa.check_equal(SETTINGS)
+
+
+@pytest.mark.parametrize("variant", ["full_backward", "first_pass", "cached_pass"])
+def test_variants_can_be_timed(variant):
+    call = getattr(fdaa, variant)(**SETTINGS._asdict())
+    call()
+    call()
+
+
+@pytest.mark.slow
+def test_a_variant_is_measured_in_a_process_of_its_own():
+    assert measure("aarlib.bench.fdaa:first_pass", SETTINGS._asdict(), repeats=1).median_s > 0
