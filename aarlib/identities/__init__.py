@@ -21,5 +21,7 @@ from aarlib.identities.routing import materialised as materialised
 from aarlib.identities.routing import packed_against_single as packed_against_single
 from aarlib.identities.routing import prefill_against_decode as prefill_against_decode
 from aarlib.identities.routing import randomise as randomise
+from aarlib.identities.routing import relative_norm as relative_norm
 from aarlib.identities.routing import selection_against_gate as selection_against_gate
+from aarlib.identities.routing import stock_against_eager as stock_against_eager
 from aarlib.identities.routing import windows_against_eager as windows_against_eager

@@ -25,6 +25,9 @@ from aarlib.moe.record import record
 Inputs = Mapping[str, Tensor]
 """input_ids [B,S] and, optionally, attention_mask [B,S] and position_ids [B,S]."""
 
+Measure = Callable[[Tensor, Tensor], float]
+"""How far found is from expected: `error`, or `relative_norm` where single tokens may differ."""
+
 CACHE_NAMES = ("cache", "past_key_values")
 
 
@@ -40,6 +43,14 @@ def error(found: Tensor, expected: Tensor) -> float:
     if not torch.isfinite(found).all():
         return float("inf")
     return float((found - expected).abs().max() / expected.abs().max().clamp_min(1.0))
+
+
+def relative_norm(found: Tensor, expected: Tensor) -> float:
+    """|found - expected| / |expected|: for 16-bit models, in which rounding may send a token to another expert."""
+    found, expected = found.double(), expected.double()
+    if not torch.isfinite(found).all():
+        return float("inf")
+    return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
 def randomise(handle: RoutingHandle, seed: int = 0) -> None:
@@ -84,7 +95,9 @@ def disabled_is_stock(model: Any, attach: Callable[[Any], RoutingHandle], inputs
     return max(error(disabled, stock), error(_logits(model, inputs)[valid], stock))
 
 
-def windows_against_eager(model: Any, window: int, inputs: Inputs, family: Family | None = None) -> float:
+def windows_against_eager(
+    model: Any, window: int, inputs: Inputs, family: Family | None = None, measure: Measure = error
+) -> float:
     """Windows recorded on a stock model against its own materialised attention."""
     parts = anatomy(model, family)
     layers = [layer.index for layer in parts.layers if layer.attention is not None]
@@ -96,27 +109,35 @@ def windows_against_eager(model: Any, window: int, inputs: Inputs, family: Famil
         model(**inputs)
     for remove in removers:
         remove()
-    return max(error(ours.windows[index], expected[index]) for index in layers)
+    return max(measure(ours.windows[index], expected[index]) for index in layers)
 
 
-def logits_against_eager(model: Any, handle: RoutingHandle, inputs: Inputs) -> float:
+def stock_against_eager(model: Any, inputs: Inputs, measure: Measure = error) -> float:
+    """Logits of the stock model under its own attention implementation against those under eager: its own noise."""
+    ours = _logits(model, inputs)
+    with eager_attention(model):
+        expected = _logits(model, inputs)
+    return measure(ours[_valid(inputs)], expected[_valid(inputs)])
+
+
+def logits_against_eager(model: Any, handle: RoutingHandle, inputs: Inputs, measure: Measure = error) -> float:
     """Logits of the patched model against the same routers fed from materialised attention."""
     ours = _logits(model, inputs)
     with materialised(model, handle):
         expected = _logits(model, inputs)
-    return error(ours[_valid(inputs)], expected[_valid(inputs)])
+    return measure(ours[_valid(inputs)], expected[_valid(inputs)])
 
 
-def gradients_against_eager(model: Any, handle: RoutingHandle, inputs: Inputs) -> float:
+def gradients_against_eager(model: Any, handle: RoutingHandle, inputs: Inputs, measure: Measure = error) -> float:
     """Gradients of the mean CE to all trained tensors and to the input embeddings, against autograd through materialised
     attention."""
     ours = _gradients(model, handle, inputs)
     with materialised(model, handle):
         expected = _gradients(model, handle, inputs)
-    return max(error(found, expected[name]) for name, found in ours.items())
+    return max(measure(found, expected[name]) for name, found in ours.items())
 
 
-def prefill_against_decode(model: Any, inputs: Inputs, chunk: int) -> float:
+def prefill_against_decode(model: Any, inputs: Inputs, chunk: int, measure: Measure = error) -> float:
     """Logits of one whole forward against the same tokens fed in chunks through the KV cache; the first chunk holds all of the
     left padding, as generation does."""
     mask = inputs["attention_mask"]
@@ -132,10 +153,10 @@ def prefill_against_decode(model: Any, inputs: Inputs, chunk: int) -> float:
             name = next(name for name in CACHE_NAMES if getattr(output, name, None) is not None)
             cache = {name: getattr(output, name)}
             pieces.append(output.logits)
-    return error(torch.cat(pieces, 1)[mask.bool()], whole[mask.bool()])
+    return measure(torch.cat(pieces, 1)[mask.bool()], whole[mask.bool()])
 
 
-def batch_against_single(model: Any, inputs: Inputs) -> float:
+def batch_against_single(model: Any, inputs: Inputs, measure: Measure = error) -> float:
     """Logits of a padded batch against each row alone, without its padding."""
     mask = inputs["attention_mask"].bool()
     positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
@@ -143,17 +164,19 @@ def batch_against_single(model: Any, inputs: Inputs) -> float:
     errors = []
     for row in range(mask.shape[0]):
         alone = _logits(model, {"input_ids": inputs["input_ids"][row : row + 1, mask[row]]})
-        errors.append(error(together[row, mask[row]], alone[0]))
+        errors.append(measure(together[row, mask[row]], alone[0]))
     return max(errors)
 
 
-def packed_against_single(model: Any, input_ids: Tensor, lengths: list[int], family: Family | None = None) -> float:
+def packed_against_single(
+    model: Any, input_ids: Tensor, lengths: list[int], family: Family | None = None, measure: Measure = error
+) -> float:
     """Logits of documents packed into one row (position_ids restart, no mask) against each document alone."""
     positions = torch.cat([torch.arange(length) for length in lengths])[None].to(input_ids.device)
     with torch.no_grad():
         packed = model(**packed_inputs(model, input_ids, positions, family)).logits[0]
     alone = [_logits(model, {"input_ids": document})[0] for document in input_ids.split(lengths, dim=1)]
-    return error(packed, torch.cat(alone))
+    return measure(packed, torch.cat(alone))
 
 
 def selection_against_gate(model: Any, inputs: Inputs, family: Family | None = None) -> float:
@@ -173,7 +196,9 @@ def selection_against_gate(model: Any, inputs: Inputs, family: Family | None = N
     return worst
 
 
-def expert_sum_against_block(model: Any, inputs: Inputs, family: Family | None = None) -> float:
+def expert_sum_against_block(
+    model: Any, inputs: Inputs, family: Family | None = None, measure: Measure = error
+) -> float:
     """sum_j w_j u_j against the experts module's own output."""
     parts = anatomy(model, family)
     outputs: dict[int, Tensor] = {}
@@ -190,7 +215,7 @@ def expert_sum_against_block(model: Any, inputs: Inputs, family: Family | None =
         index: (ours.dispatch[index].weights[..., None] * ours.expert_outputs[index]).sum(-2).flatten(0, 1)
         for index in parts.moe_layers
     }
-    return max(error(sums[index], outputs[index].reshape(sums[index].shape)) for index in parts.moe_layers)
+    return max(measure(sums[index], outputs[index].reshape(sums[index].shape)) for index in parts.moe_layers)
 
 
 @contextmanager
