@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from aarlib.moe.anatomy import anatomy
+from aarlib.moe.loading import load_model
 from aarlib.runtime.batches import num_micro_batches
-from aarlib.training.config import OptimConfig
+from aarlib.training.config import ModelConfig, OptimConfig
 from aarlib.training.objectives import next_token_ce
 
 BETAS_EPS = 1e-8
@@ -24,6 +25,8 @@ class Setup(NamedTuple):
     rank: int
     world_size: int
     total_steps: int
+    persistence_threshold: int | None = None
+    """Under ZeRO-3, tensors of fewer elements stay whole on every worker; None: DeepSpeed's default."""
 
     @property
     def num_micro_batches(self) -> int:
@@ -61,14 +64,32 @@ class Trainee(nn.Module):
 
 def deepspeed_config(setup: Setup) -> dict[str, Any]:
     """No mixed-precision section: the base keeps its dtype, the trained parameters are float32."""
+    zero: dict[str, Any] = {"stage": setup.zero_stage}
+    if setup.persistence_threshold is not None:
+        zero["stage3_param_persistence_threshold"] = setup.persistence_threshold
     return {
         "train_micro_batch_size_per_gpu": setup.optim.micro_batch,
         "gradient_accumulation_steps": setup.num_micro_batches,
         "gradient_clipping": setup.optim.max_grad_norm or 0.0,
-        "zero_optimization": {"stage": setup.zero_stage},
+        "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": None,
     }
+
+
+def load_base(config: ModelConfig, setup: Setup, device: torch.device) -> tuple[Any, Any]:
+    """(model, tokenizer) on `device`; ZeRO-3 partitions the base while it is read: no worker ever holds it whole."""
+    arguments: dict[str, Any] = {"experts_implementation": config.experts_implementation}
+    if setup.zero_stage != 3:
+        return load_model(config.name, config.revision, config.dtype, device=device, **arguments)
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+    if device.type == "cpu":
+        skip_shared_memory_build()
+    partitioning = HfDeepSpeedConfig(deepspeed_config(setup))
+    loaded = load_model(config.name, config.revision, config.dtype, **arguments)
+    del partitioning
+    return loaded
 
 
 def skip_shared_memory_build() -> None:

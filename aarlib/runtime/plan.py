@@ -72,6 +72,8 @@ def estimated_rows(config: RunConfig) -> int | None:
 
     from aarlib.data.sources import expand_sources
 
+    if config.data.domains:
+        return None
     total = 0
     for pattern in config.data.train:
         if pattern.startswith("nano:"):

@@ -3,6 +3,7 @@
 import os
 import socket
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from aarlib.aar.config import AARConfig
 from aarlib.data.chat import Encoded, collate
+from aarlib.moe.loading import load_tokenizer
 from aarlib.runtime.batches import micro_batches
 from aarlib.runtime.checkpoints import (
     TrainingState,
@@ -29,12 +31,14 @@ from aarlib.runtime.engine import (
     Trainee,
     checkpoint_activations,
     learning_rate,
+    load_base,
     make_engine,
     skip_shared_memory_build,
     train_step,
 )
 from aarlib.runtime.sharding import check_frozen, frozen_hash, gathered
-from aarlib.training.config import OptimConfig
+from aarlib.training.adapter import fingerprint
+from aarlib.training.config import ModelConfig, OptimConfig
 from aarlib.training.methods import build_method
 from aarlib.training.objectives import next_token_ce
 from tests.tiny import tiny_model
@@ -82,8 +86,10 @@ def reference() -> dict[str, Tensor]:
 class Training:
     """One engine on this process's share."""
 
-    def __init__(self, model: Any, zero_stage: int, state: TrainingState | None = None) -> None:
-        self.setup = Setup(OPTIM, zero_stage, dist.get_rank(), dist.get_world_size(), STEPS)
+    def __init__(
+        self, model: Any, zero_stage: int, state: TrainingState | None = None, persistence_threshold: int | None = None
+    ) -> None:
+        self.setup = Setup(OPTIM, zero_stage, dist.get_rank(), dist.get_world_size(), STEPS, persistence_threshold)
         method = build_method(METHOD, 0)
         with gathered(list(model.parameters())):
             self.handle = method.attach(model)
@@ -124,7 +130,7 @@ def process(rank: int, world_size: int, port: int, folder: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(world_size), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(minutes=5))
     found: dict[str, Any] = {"targets": [[sum(r.num_targets for r in p) for p in _shares(rows)] for rows in batches()]}
     model = tiny_model("olmoe")
     before = frozen_hash(model)
@@ -132,6 +138,10 @@ def process(rank: int, world_size: int, port: int, folder: str) -> None:
         found[f"zero{stage}"] = _stage(model, stage, Path(folder))
         found[f"hash{stage}"] = (before, frozen_hash(model))
         found[f"flipped{stage}"] = _flipped(model)
+        found[f"fingerprint{stage}"] = fingerprint(model, gathered)
+    for stage in (0, 1, 2, 3):
+        found[f"bfloat16/{stage}"] = _bfloat16(stage)
+    found["partitioned"] = _partitioned(Path(folder))
     if rank == 0:
         torch.save(found, Path(folder) / "found.pt")
     dist.barrier()
@@ -161,6 +171,54 @@ def _stage(model: Any, stage: int, folder: Path) -> dict[str, Any]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, errors)
     return {"values": values, "resumed": resumed.close(), "norms": norms, "errors": everyone}
+
+
+def _bfloat16(stage: int) -> dict[str, Any]:
+    """Two steps on a bfloat16 base; in the first each rank's tokens go to experts that the other's do not use."""
+    model = tiny_model("olmoe").to(torch.bfloat16)
+    before = frozen_hash(model)
+    hooks = [layer.mlp.experts.register_forward_pre_hook(_own_experts) for layer in model.model.layers]
+    training = Training(model, stage)
+    start = whole_values(training.named)
+    training.steps(0, 1)
+    for hook in hooks:
+        hook.remove()
+    training.steps(1, 2)
+    values = training.close()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, values)
+    return {"start": start, "values": everyone, "hash": (before, frozen_hash(model))}
+
+
+def _own_experts(experts: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    hidden, expert_ids, weights = arguments
+    own = torch.arange(expert_ids.shape[-1]) + (0 if dist.get_rank() == 0 else 5)
+    return hidden, own.expand_as(expert_ids).to(expert_ids.dtype), weights
+
+
+def _partitioned(folder: Path) -> dict[str, Any]:
+    """ZeRO-3 from a saved model, nothing kept whole: what each worker holds, what was read, and the training."""
+    path = folder / "saved"
+    if dist.get_rank() == 0:
+        model = tiny_model("olmoe")
+        model.save_pretrained(path, max_shard_size="20KB")
+        load_tokenizer("nano").save_pretrained(path)
+    dist.barrier()
+    setup = Setup(OPTIM, 3, dist.get_rank(), dist.get_world_size(), STEPS, persistence_threshold=0)
+    config = ModelConfig(name=str(path), dtype="float32", experts_implementation="eager")
+    model, _ = load_base(config, setup, torch.device("cpu"))
+    held = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    loaded = frozen_hash(model)
+    training = Training(model, 3, persistence_threshold=0)
+    held_trained = {name: parameter.numel() for name, parameter in training.named}
+    training.steps(0, STEPS)
+    found = {
+        "held": held,
+        "held_trained": held_trained,
+        "hash": (loaded, frozen_hash(model)),
+        "values": training.close(),
+    }
+    return {**found, "fingerprint": fingerprint(model, gathered)}
 
 
 def _flipped(model: Any) -> str:
@@ -238,6 +296,31 @@ def test_frozen_hash_is_unchanged_by_training_and_catches_one_element(found: dic
     check_frozen(before, after)
     with pytest.raises(RuntimeError, match="the frozen model changed during training"):
         check_frozen(before, found[f"flipped{stage}"])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_fingerprint_needs_no_more_than_one_whole_tensor(found: dict[str, Any], stage: int) -> None:
+    assert found[f"fingerprint{stage}"] == fingerprint(tiny_model("olmoe"))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_float32_routers_on_a_bfloat16_base(found: dict[str, Any], stage: int) -> None:
+    """Also: workers whose tokens go to different experts do not wait for each other for ever."""
+    result = found[f"bfloat16/{stage}"]
+    first, second = result["values"]
+    assert all(value.dtype == torch.float32 for value in first.values())
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(not torch.equal(first[name], result["start"][name]) for name in first)
+    check_frozen(*result["hash"])
+
+
+def test_zero3_partitions_the_base_while_it_is_read(found: dict[str, Any]) -> None:
+    """Nothing is whole anywhere, routers included (threshold 0); what was read was saved; training is plain PyTorch."""
+    result = found["partitioned"]
+    assert set(result["held"].values()) == set(result["held_trained"].values()) == {0}
+    assert result["hash"][0] == result["hash"][1] == frozen_hash(tiny_model("olmoe"))
+    assert result["fingerprint"] == fingerprint(tiny_model("olmoe"))
+    assert largest(result["values"], reference()) < 1e-5
 
 
 def test_shared_memory_build_is_skipped() -> None:
