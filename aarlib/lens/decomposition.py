@@ -23,6 +23,7 @@ from aarlib.lens.scores import (
     Vector,
     attention_bias,
     attention_weights,
+    closure_error,
     edge_scores,
     expert_scores,
     head_scores,
@@ -77,7 +78,7 @@ class Decomposition:
         self.receivers = reading.projection.receivers
         self._outputs: dict[int, Tensor] = {}
         self._names = list(self._stream_names())
-        self.closure_error = self._closure()
+        self.closure_error = closure_error(reading, [*layer_scores(reading, (REFINED[by],)), *self._finer_sums()])
 
     def logits(self, receiver: int) -> Float[Tensor, "B S E"]:
         """The router's own logits; 0 on padding, as in `scores`."""
@@ -251,15 +252,6 @@ class Decomposition:
             signal = item.weights * item.activations[:, component.neuron]
             result[item.tokens] = signal[:, None] * down
         return result
-
-    def _closure(self) -> float:
-        state = self.reading.state
-        total = torch.zeros_like(state.logits)
-        kind = REFINED[self.by]
-        for block in [*layer_scores(self.reading, skip=(kind,)), *self._finer_sums()]:
-            total[:, block.start :] += block.values.nan_to_num(0.0).sum(0)
-        errors = (total - state.logits).abs().amax((0, 2)) / state.logits.abs().amax((0, 2)).clamp_min(1.0)
-        return float(errors.max())
 
     def _finer_sums(self) -> Iterator[Block]:
         """Blocks that add up to the components that this level takes apart."""

@@ -148,7 +148,7 @@ def head_map(reading: Reading, layer: int, head: int) -> HeadMap:
 
 
 def map_correlation(maps: HeadMap, mask: Tensor) -> Float[Tensor, " B"]:
-    """Per prompt, the rank correlation of attention weight and variance over its causal (query, key) pairs, query after the first."""
+    """Per prompt, the rank correlation of attention weight and variance over its causal pairs, queries after the first."""
     length = mask.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     causal[0] = False

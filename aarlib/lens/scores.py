@@ -3,7 +3,7 @@
 T tokens, R receivers (Rs: those a block reaches, from `start` on), E num_experts, K top_k, F d_ff of an expert.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -116,6 +116,16 @@ def layer_scores(reading: Reading, skip: tuple[str, ...] = ()) -> Iterator[Block
             yield vector_scores(reading, vector)
     for name, values in reading.state.constants.items():
         yield Block((name,), 0, values[None])
+
+
+def closure_error(reading: Reading, blocks: Iterable[Block]) -> float:
+    """max|sum of all blocks - logits| / max(1, max|logits|), the largest over receivers."""
+    logits = reading.state.logits
+    total = torch.zeros_like(logits)
+    for block in blocks:
+        total[:, block.start :] += block.values.nan_to_num(0.0).sum(0)
+    errors = (total - logits).abs().amax((0, 2)) / logits.abs().amax((0, 2)).clamp_min(1.0)
+    return float(errors.max())
 
 
 def head_scores(reading: Reading, layers: tuple[int, ...] | None = None) -> Iterator[Block]:

@@ -1,0 +1,288 @@
+"""The tables of the lens: the findings of *Understanding Cross-Layer Contributions to Mixture-of-Experts Routing in LLMs* (ICLR
+2026), one table each. Records of `pipelines.decompose` in, frames out. Intervals are 95%, over documents unless said.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy.stats import rankdata
+
+from aarlib.stats import Interval, spearman
+from aarlib.studies.lens_samples import Array, Resampled, Senders, depth, resampled, senders_of
+
+TOP = 10
+
+
+def lens_tables(records: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Every table of round one, all sources below one another in each."""
+    tables: dict[str, list[pd.DataFrame]] = {}
+    sources = list(dict.fromkeys(records["source"].dropna()))
+    levels = set(records["level"].dropna())
+    for source in sources:
+        layers = senders_of(records, source, "layer")
+        found = {
+            "kinds": kinds(layers),
+            "embedding": embedding(layers),
+            "locality": locality(layers),
+            "stripes": stripes(layers),
+            "first_position": first_position(layers),
+            "recall": recall(records, source),
+        }
+        by_level = {
+            level: senders_of(records, source, level) for level in ("head", "expert", "neuron") if level in levels
+        }
+        found |= {f"top_{level}s": top_senders(senders) for level, senders in by_level.items()}
+        found["concentration"] = concentration(by_level)
+        if "expert" in by_level:
+            found["super_experts"] = super_experts(by_level["expert"])
+        with_aarv = {"layer": layers, **by_level}
+        found["aarv"] = variance_against_aarv({n: s for n, s in with_aarv.items() if "aarv" in s.sums})
+        for name, frame in found.items():
+            tables.setdefault(name, []).append(frame.assign(source=source))
+    return {name: _source_first(pd.concat(frames, ignore_index=True)) for name, frames in tables.items()}
+
+
+def ratio(numerator: int, denominator: int) -> Callable[[Array], Array]:
+    """Of two columns of resampled sums."""
+    return lambda sums: sums[..., numerator] / sums[..., denominator]
+
+
+def _source_first(frame: pd.DataFrame) -> pd.DataFrame:
+    return frame[["source", *(name for name in frame if name != "source")]]  # pyright: ignore[reportReturnType]
+
+
+def _row(interval: Interval, **fields: Any) -> dict[str, Any]:
+    return {**fields, "value": interval.mean, "low": interval.low, "high": interval.high}
+
+
+def kinds(layers: Senders) -> pd.DataFrame:
+    """Mean variance of the MoE senders and of the attention senders of each receiver, and their ratio.
+
+    Senders of the same layers only: attention and MoE parts of layers 0..receiver-1 (not the receiver's own attention).
+    """
+    sums, rows = layers.sums["variance"], []
+    for index, receiver in enumerate(layers.receivers):
+        groups = {
+            kind: [i for i in layers.indices(kind) if layers.reached[i, index] and depth(layers.senders[i]) < receiver]
+            for kind in ("moe", "attn")
+        }
+        if not groups["moe"]:
+            continue
+        pairs = [layers.senders[i].replace("moe.", "attn.") for i in groups["moe"]]
+        groups["attn"] = [i for i in groups["attn"] if layers.senders[i] in pairs]
+        means = np.stack([sums[:, groups[kind], index].mean(1) for kind in ("moe", "attn")], axis=1)
+        table = resampled(np.concatenate([means, layers.tokens[:, None]], axis=1))
+        for column, kind in enumerate(("moe", "attn")):
+            rows.append(_row(table.interval(ratio(column, 2)), receiver=receiver, measure=kind))
+        rows.append(_row(table.interval(ratio(0, 1)), receiver=receiver, measure="moe / attn"))
+    return pd.DataFrame(rows)
+
+
+def embedding(layers: Senders) -> pd.DataFrame:
+    """Variance of the token embedding at each receiver, and its share of the sum over all senders' variances."""
+    index, sums = layers.senders.index("embedding"), layers.sums["variance"]
+    rows = []
+    for column, receiver in enumerate(layers.receivers):
+        table = resampled(np.stack([sums[:, index, column], sums[:, :, column].sum(1), layers.tokens], axis=1))
+        rows.append(_row(table.interval(ratio(0, 2)), receiver=receiver, measure="variance"))
+        rows.append(_row(table.interval(ratio(0, 1)), receiver=receiver, measure="share"))
+    return pd.DataFrame(rows)
+
+
+def locality(layers: Senders) -> pd.DataFrame:
+    """Mean distance receiver - sender in layers, weighted by APS and by |ANS|, over attention and MoE senders.
+
+    `unweighted` is the mean distance of all pairs: promotion is local if APS is nearer than ANS.
+    """
+    chosen = [i for i, name in enumerate(layers.senders) if name.split(".")[0] in ("attn", "moe", "mlp", "shared")]
+    distance = np.array([[receiver - depth(layers.senders[i]) for receiver in layers.receivers] for i in chosen])
+    reached = layers.reached[chosen]
+    columns = []
+    for measure, sign in (("aps", 1), ("ans", -1)):
+        weights = sign * layers.sums[measure][:, chosen] * reached
+        columns += [(weights * distance).sum((1, 2)), weights.sum((1, 2))]
+    table = resampled(np.stack(columns, axis=1))
+    plain = float(distance[reached].mean())
+    return pd.DataFrame(
+        [
+            _row(table.interval(ratio(0, 1)), measure="distance weighted by APS"),
+            _row(table.interval(ratio(2, 3)), measure="distance weighted by |ANS|"),
+            _row(table.interval(lambda s: s[..., 2] / s[..., 3] - s[..., 0] / s[..., 1]), measure="|ANS| minus APS"),
+            _row(Interval(plain, float("nan"), float("nan")), measure="unweighted"),
+            _row(table.interval(ratio(3, 1)), measure="sum of |ANS| / sum of APS"),
+        ]
+    )
+
+
+def stripes(layers: Senders) -> pd.DataFrame:
+    """Of each MoE sender: variance at the next MoE layer and at the last one, against the median MoE sender there.
+
+    A stripe: from two layers on it stays above the median of the MoE senders of every receiver, up to the last one.
+    """
+    moe = layers.indices("moe")
+    means = layers.mean()[moe]
+    medians = np.array([np.nanmedian(column) if np.isfinite(column).any() else np.nan for column in means.T])
+    rows = []
+    for row, index in enumerate(moe):
+        reached = np.flatnonzero(layers.reached[index])
+        table = resampled(np.stack([layers.sums["variance"][:, index, reached[-1]], layers.tokens], axis=1))
+        kept = table.interval(ratio(0, 1))
+        against = (means[row] / medians)[reached[1:]]
+        rows.append(
+            {
+                "sender": layers.senders[index],
+                "next": float(means[row, reached[0]]),
+                "last": kept.mean,
+                "low": kept.low,
+                "high": kept.high,
+                "last / next": kept.mean / float(means[row, reached[0]]),
+                "least ratio to the median": float(against.min()) if len(against) else float("nan"),
+                "stripe": bool(len(against) and (against > 1).all()),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def first_position(layers: Senders) -> pd.DataFrame:
+    """Mean variance over the pairs of a kind's senders and their receivers, with and without each document's first token."""
+    rows = []
+    for kind in ("embedding", "attn", "moe", "shared", "mlp"):
+        chosen = layers.indices(kind)
+        if chosen:
+            both, pairs = layers.sums["variance"][:, chosen].sum((1, 2)), layers.reached[chosen].sum()
+            first = layers.sums["variance_first"][:, chosen].sum((1, 2))
+            counts = [layers.tokens, layers.first_tokens]
+            table = resampled(np.stack([both / pairs, first / pairs, *counts], axis=1))
+            rows.append(_row(table.interval(ratio(0, 2)), kind=kind, measure="all positions"))
+            found = table.interval(lambda s: (s[..., 0] - s[..., 1]) / (s[..., 2] - s[..., 3]))
+            rows.append(_row(found, kind=kind, measure="without the first"))
+            rows.append(_row(table.interval(ratio(1, 3)), kind=kind, measure="the first alone"))
+    return pd.DataFrame(rows)
+
+
+def recall(records: pd.DataFrame, source: str) -> pd.DataFrame:
+    """Share of a receiver's picks among the top-K predicted from `lag` layers earlier; chance; always the commonest experts."""
+    rows: Any = records[(records["record"] == "recall") & (records["source"] == source)]
+    counts: Any = records[(records["record"] == "counts") & (records["source"] == source)]
+    by_expert: Any = counts.groupby(["receiver", "sender"])["value"].sum()
+    num_experts = counts["sender"].nunique()
+    units: Any = counts[counts["sender"] == "0"].groupby("receiver")["tokens"].sum()
+    found = []
+    for (receiver, lag), group in rows.groupby(["receiver", "lag"]):
+        picks = by_expert[receiver]
+        top_k = round(float(picks.sum() / units[receiver]))
+        table = resampled(group[["value", "tokens"]].to_numpy(dtype=np.float64))
+        common = float(picks.sort_values().iloc[-top_k:].sum() / picks.sum())
+        row = _row(table.interval(ratio(0, 1)), receiver=int(receiver), lag=int(lag))
+        found.append({**row, "chance": top_k / num_experts, "commonest": common})
+    return pd.DataFrame(found)
+
+
+def total_influence(senders: Senders) -> Array:
+    """[N, C]: variance summed over the receivers a sender reaches, per sample summed over tokens."""
+    return senders.sums["variance"].sum(2)
+
+
+def top_senders(senders: Senders, count: int = TOP) -> pd.DataFrame:
+    """The senders with the largest variance summed over receivers; intervals over documents (heads) or units."""
+    influence = total_influence(senders)
+    order = np.argsort(-influence.sum(0), kind="stable")[:count]
+    table = resampled(
+        np.concatenate([influence[:, order], influence.sum(1, keepdims=True), senders.tokens[:, None]], axis=1)
+    )
+    rows = []
+    for place, index in enumerate(order):
+        row = _row(table.interval(ratio(place, -1)), sender=senders.senders[index])
+        row["share"] = float(table.total[place] / table.total[-2])
+        if "selected" in senders.sums:
+            chosen = senders.sums["selected"][:, index].max(1).sum()
+            row["selection rate"] = float(chosen / senders.tokens.sum())
+            row["conditional mean"] = float(influence[:, index].sum() / chosen) if chosen else float("nan")
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def concentration(levels: dict[str, Senders]) -> pd.DataFrame:
+    """Share of all influence of a level that its largest 1%, 5% and 10% of senders hold (at least one)."""
+    rows = []
+    for level, senders in levels.items():
+        influence = total_influence(senders)
+        order = np.argsort(-influence.sum(0), kind="stable")
+        for percent in (1, 5, 10):
+            count = max(1, round(len(order) * percent / 100))
+            table = resampled(np.stack([influence[:, order[:count]].sum(1), influence.sum(1)], axis=1))
+            row = _row(table.interval(ratio(0, 1)), level=level, largest=f"{percent}%", senders=count)
+            rows.append({**row, "of": len(order)})
+    return pd.DataFrame(rows)
+
+
+def super_experts(experts: Senders, count: int = TOP) -> pd.DataFrame:
+    """Overlap of the most influential experts with those of the largest output element, against chance."""
+    influence = total_influence(experts).sum(0)
+    largest = experts.sums["largest"].max((0, 2))
+    both = [np.argsort(-values, kind="stable")[:count] for values in (influence, largest)]
+    overlap = len(set(both[0].tolist()) & set(both[1].tolist()))
+    return pd.DataFrame(
+        [
+            {
+                "of the top": count,
+                "in both": overlap,
+                "by chance": count * count / len(influence),
+                "rank correlation": spearman(influence, largest),
+                "largest outputs": ", ".join(experts.senders[index] for index in both[1][:3]),
+            }
+        ]
+    )
+
+
+def rank_correlation(first: Array, second: Array, seed: int = 0) -> Interval:
+    """Spearman with its 95% percentile bootstrap over the pairs."""
+    generator = np.random.default_rng(seed)
+    draws = generator.integers(0, len(first), size=(2000, len(first)))
+    ranks = [rankdata(values[draws], axis=1) for values in (first, second)]
+    centred = [rank - rank.mean(1, keepdims=True) for rank in ranks]
+    norms = np.sqrt((centred[0] ** 2).sum(1) * (centred[1] ** 2).sum(1))
+    values = np.divide((centred[0] * centred[1]).sum(1), norms, out=np.full(len(norms), np.nan), where=norms > 0)
+    low, high = np.nanpercentile(values, [2.5, 97.5])
+    return Interval(spearman(first, second), float(low), float(high))
+
+
+def variance_against_aarv(levels: dict[str, Senders]) -> pd.DataFrame:
+    """Rank correlation of variance and AARV over the senders of each receiver, and pooled; intervals over senders."""
+    rows = []
+    for level, senders in levels.items():
+        variance, aarv = senders.mean("variance"), senders.mean("aarv")
+        for index, receiver in enumerate(senders.receivers):
+            reached = senders.reached[:, index]
+            if reached.sum() >= 4:
+                found = rank_correlation(variance[reached, index], aarv[reached, index])
+                rows.append(_row(found, level=level, receiver=str(receiver), senders=int(reached.sum())))
+        found = rank_correlation(variance[senders.reached], aarv[senders.reached])
+        rows.append(_row(found, level=level, receiver="pooled", senders=int(senders.reached.sum())))
+    return pd.DataFrame(rows)
+
+
+def before_and_after(before: pd.DataFrame, after: pd.DataFrame, source: str) -> pd.DataFrame:
+    """Each sender's share of a receiver's summed variance, before and after training, on the same documents."""
+    sides = [senders_of(records, source, "layer") for records in (before, after)]
+    names = list(dict.fromkeys(name for side in sides for name in side.senders))
+    rows = []
+    for column, receiver in enumerate(sides[0].receivers):
+        for name in names:
+            values = [_share_columns(side, name, column) for side in sides]
+            table: Resampled = resampled(np.concatenate(values, axis=1))
+            if not (table.total[[0, 2]] > 0).any():
+                continue
+            found = table.interval(lambda s: s[..., 2] / s[..., 3] - s[..., 0] / s[..., 1])
+            row = _row(found, receiver=receiver, sender=name)
+            row["before"], row["after"] = table.total[0] / table.total[1], table.total[2] / table.total[3]
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _share_columns(side: Senders, name: str, column: int) -> Array:
+    total = side.sums["variance"][:, :, column].sum(1)
+    own = side.sums["variance"][:, side.senders.index(name), column] if name in side.senders else np.zeros_like(total)
+    return np.stack([own, total], axis=1)

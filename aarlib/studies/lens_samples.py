@@ -1,0 +1,110 @@
+"""Records of the lens as arrays: documents x senders x receivers, and statistics with intervals over documents.
+
+N documents (or units), C senders, R receivers.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from aarlib.stats import RESAMPLES, Interval
+
+Array = NDArray[np.float64]
+MEASURES = ("variance", "aps", "ans", "aarv")
+_DRAWS_PER_CHUNK = 2_000_000
+
+
+class Senders(NamedTuple):
+    """Sums over tokens. A cell whose sender does not reach its receiver is 0, and False in `reached`."""
+
+    senders: tuple[str, ...]
+    receivers: tuple[int, ...]
+    sums: dict[str, Array]
+    """By measure, [N, C, R]; also <measure>_first where it was kept."""
+    tokens: Array
+    first_tokens: Array
+    """[N]."""
+    reached: NDArray[np.bool_]
+    """[C, R]."""
+
+    def mean(self, measure: str = "variance", without_first: bool = False) -> Array:
+        """[C, R]; NaN where not reached."""
+        total, tokens = self.sums[measure].sum(0), self.tokens.sum()
+        if without_first:
+            total, tokens = total - self.sums[f"{measure}_first"].sum(0), tokens - self.first_tokens.sum()
+        return np.where(self.reached, total / tokens, np.nan)
+
+    def frame(self, measure: str = "variance", without_first: bool = False) -> pd.DataFrame:
+        values = self.mean(measure, without_first)
+        return pd.DataFrame(values, index=pd.Index(self.senders, name="sender"), columns=list(self.receivers))
+
+    def indices(self, kind: str) -> list[int]:
+        """Senders of a kind: embedding, attn, moe, shared, mlp."""
+        return [index for index, name in enumerate(self.senders) if name.split(".")[0] == kind]
+
+
+def senders_of(records: pd.DataFrame, source: str, level: str) -> Senders:
+    """Of one source and level; samples are documents where the records are by document, else units."""
+    rows: Any = records[(records["record"] == "moments") & (records["level"] == level) & (records["source"] == source)]
+    if rows.empty:
+        raise ValueError(
+            f"source = {source!r}, level = {level!r}: no records; sources: {sorted(set(records['source']))}"
+        )
+    sample = rows["document"] if rows["document"].notna().all() else rows["unit"]
+    names = list(dict.fromkeys(rows["sender"]))
+    receivers = sorted(int(receiver) for receiver in set(rows["receiver"]))
+    labels, n = np.unique(sample.to_numpy(), return_inverse=True)
+    c = pd.Index(names).get_indexer(pd.Index(rows["sender"]))
+    r = pd.Index(receivers).get_indexer(pd.Index(rows["receiver"].astype(int)))
+    shape = (len(labels), len(names), len(receivers))
+    sums: dict[str, Array] = {}
+    for name in (*MEASURES, *(f"{measure}_first" for measure in MEASURES), "selected", "largest"):
+        if name in rows and bool(rows[name].notna().any()):
+            sums[name] = np.zeros(shape)
+            sums[name][n, c, r] = rows[name].to_numpy(dtype=np.float64)
+    reached = np.zeros(shape[1:], dtype=np.bool_)
+    reached[c, r] = True
+    tokens, first = np.zeros(shape[0]), np.zeros(shape[0])
+    tokens[n], first[n] = rows["tokens"].to_numpy(dtype=np.float64), rows["first_tokens"].to_numpy(dtype=np.float64)
+    return Senders(tuple(names), tuple(receivers), sums, tokens, first, reached)
+
+
+class Resampled(NamedTuple):
+    """Column sums of a [N, M] table: of all samples, and of 10,000 bootstrap resamples of them."""
+
+    total: Array
+    draws: Array
+    """[10000, M]."""
+
+    def interval(self, statistic: Callable[[Array], Array]) -> Interval:
+        """95% percentile interval of a statistic of the sums; `statistic` maps [..., M] to [...]."""
+        values = statistic(self.draws)
+        low, high = np.nanpercentile(values, [2.5, 97.5])
+        return Interval(float(statistic(self.total)), float(low), float(high))
+
+
+def resampled(values: Array, seed: int = 0) -> Resampled:
+    generator = np.random.default_rng(seed)
+    size = len(values)
+    rows = max(1, _DRAWS_PER_CHUNK // size)
+    draws = [
+        generator.multinomial(size, np.full(size, 1 / size), size=min(rows, RESAMPLES - start)) @ values
+        for start in range(0, RESAMPLES, rows)
+    ]
+    return Resampled(values.sum(0), np.concatenate(draws))
+
+
+def mean_interval(values: Array) -> Interval:
+    """Of a mean over samples; NaN values are left out."""
+    finite = values[np.isfinite(values)]
+    table = resampled(np.stack([finite, np.ones_like(finite)], axis=1))
+    return table.interval(lambda sums: sums[..., 0] / sums[..., 1])
+
+
+def depth(sender: str) -> float:
+    """Layer in which a component is written; -1 for the embedding."""
+    pieces = sender.split(".")
+    return float(pieces[1]) if len(pieces) > 1 and pieces[1].isdigit() else -1.0
