@@ -15,10 +15,13 @@ from typing import Any
 import pytest
 from jaxtyping import install_import_hook
 
+import aarlib.audit.config  # noqa: F401  (before the hook: beartype refuses Self on methods)
 import aarlib.training.config  # noqa: F401  (before the hook: beartype refuses Self on methods)
 from tests.skips import read_allowed, unexplained
 
-install_import_hook(["aarlib.moe", "aarlib.aar", "aarlib.lens", "aarlib.training", "aarlib.data"], "beartype.beartype")
+install_import_hook(
+    [f"aarlib.{name}" for name in ("moe", "aar", "audit", "lens", "training", "data")], "beartype.beartype"
+)
 
 ROOT = Path(__file__).parent.parent
 RAY_ENVIRONMENT = {

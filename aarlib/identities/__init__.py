@@ -1,5 +1,8 @@
 """Every golden identity as a function that returns its measured error; tests and `pipelines.doctor` both call it."""
 
+from aarlib.identities.audit import ReplayError as ReplayError
+from aarlib.identities.audit import gradients_against_autograd as gradients_against_autograd
+from aarlib.identities.audit import replay_against_full_forward as replay_against_full_forward
 from aarlib.identities.fdaa import FixedDispatch as FixedDispatch
 from aarlib.identities.fdaa import attach_random_head as attach_random_head
 from aarlib.identities.fdaa import fixed_dispatch as fixed_dispatch
