@@ -4,6 +4,7 @@ One unit of work per shard of windows, at all audited layers, spread over ray.nu
 records.parquet, tables and figures into the run directory and logs to MLflow.
 """
 
+import json
 import logging
 import os
 import sys
@@ -46,19 +47,28 @@ def describe(config: AuditRunConfig) -> str:
 
 
 def run(config: AuditRunConfig) -> None:
-    from aarlib.runtime.audit import audit
+    from aarlib.config import write_text_atomically
+    from aarlib.report.audit_figures import write_figures
+    from aarlib.runtime.audit import audit, check, metrics_of
     from aarlib.runtime.cluster import connect
     from aarlib.runtime.run_directory import claim, held
     from aarlib.runtime.tracking import single_run
+    from aarlib.studies.audit_page import results, tables
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with held(config) as folder:  # pyright: ignore[reportArgumentType]
         claim(config)  # pyright: ignore[reportArgumentType]
         connect(config.ray)  # pyright: ignore[reportArgumentType]
-        params = config.model_dump(mode="json")
-        with single_run(config.tracking, config.ray.storage, folder, params):
+        with single_run(config.tracking, config.ray.storage, folder, config.model_dump(mode="json")) as logger:
             records = audit(config, folder)
-            print(f"{len(records)} records")
+            about = {"config": config.model_dump(mode="json", exclude={"ray", "tracking"})}
+            found = results(records, check(config).num_experts, config.audit.predictors, about)
+            write_text_atomically(folder / "tables.json", json.dumps(found, indent=0))
+            logger.log(metrics_of(found), 0)
+        figures = write_figures(found, folder / "figures")
+    for name, table in tables(found).items():
+        print(f"\n{name}\n{table}")
+    print(f"\nrun directory: {folder} ({len(records)} records, {len(figures)} figures)")
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def audit(config: AuditRunConfig, folder: Path) -> pd.DataFrame:
         gpus=config.ray.gpus_per_actor,
         environment={"OMP_NUM_THREADS": str(max(1, int(config.ray.cpus_per_actor)))},
     )
-    return run_units(
+    records = run_units(
         units,
         Auditor,
         folder / "units",
@@ -82,6 +82,10 @@ def audit(config: AuditRunConfig, folder: Path) -> pd.DataFrame:
         resources=resources,
         label="audit",
     )
+    temporary = folder / ".records.parquet.tmp"
+    records.to_parquet(temporary, index=False)
+    temporary.replace(folder / "records.parquet")
+    return records
 
 
 def check(config: AuditRunConfig) -> Anatomy:
@@ -284,6 +288,16 @@ class _UnitSettings(Config):
     windows_per_unit: int
     max_tokens: int
     predictors: bool
+
+
+def metrics_of(results: Mapping[str, Any]) -> dict[str, float]:
+    """MLflow metrics: every measure with layers and seeds pooled, and the noise floors."""
+    metrics = {
+        f"audit/{row['domain']}/{row['horizon']}/{row['measure']}": row["value"]
+        for row in results["measures"]
+        if row["layer"] == "pooled" and row["seed"] == "all" and row["value"] is not None
+    }
+    return metrics | {f"audit/noise_floor/{row['horizon']}": row["noise_floor"] for row in results["noise"]}
 
 
 def actions_of(parts: Anatomy) -> tuple[str, ...]:

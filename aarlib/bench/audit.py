@@ -1,0 +1,154 @@
+"""The audit against the plain way on `mid`: suffix replay against whole forwards, one backward against one per sample.
+
+One window of 256 tokens, horizon 32, one position and the layers at 1/4, 1/2, 3/4 and the end: 4 samples of 12 actions.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from aarlib.audit.actions import action_weights
+from aarlib.audit.gradients import gradient_utilities, utilities, zero_leaves
+from aarlib.audit.replay import Isolation, oracle
+from aarlib.bench.measure import Measurement, measure, mid_model
+from aarlib.moe.anatomy import anatomy
+from aarlib.moe.dispatch import RouterOutput, expert_outputs
+from aarlib.moe.record import intervene
+
+WINDOW, HORIZON, POSITION = 256, 32, 128
+LAYERS = (1, 3, 5, 7)
+NUM_POSITIONS = 64
+PLAIN_BACKWARDS = 8
+"""Of the 256 backwards of the plain way, those that are timed; the rest is scaled up."""
+TOLERANCE = 3e-6
+
+
+class Row(NamedTuple):
+    name: str
+    measurement: Measurement
+    scale: float
+    """What the measured time is multiplied by to stand for the whole work."""
+
+    @property
+    def seconds(self) -> float:
+        return self.measurement.median_s * self.scale
+
+
+class Comparison(NamedTuple):
+    name: str
+    plain: Row
+    ours: Row
+    target: float
+
+    @property
+    def speedup(self) -> float:
+        return self.plain.seconds / self.ours.seconds
+
+
+def run(threads: int = 1, repeats: int = 5) -> list[Comparison]:
+    """Equal numbers first, then each variant in a process of its own. RuntimeError where the numbers differ."""
+    check()
+    module = "aarlib.bench.audit"
+
+    def row(name: str, variant: str, scale: float = 1.0, **settings: Any) -> Row:
+        return Row(name, measure(f"{module}:{variant}", settings, threads, repeats), scale)
+
+    plain = row("whole forward per sample, actions batched", "whole_forwards")
+    backwards = row("one backward per sample", "plain_backwards", NUM_POSITIONS * len(LAYERS) / PLAIN_BACKWARDS)
+    return [
+        Comparison("oracle, batched", plain, row("suffix replay, batched", "replay", isolation="batched"), 8),
+        Comparison("oracle, exact", plain, row("suffix replay, exact", "replay", isolation="exact"), 2),
+        Comparison("gradient utilities, full horizon", backwards, row("one backward", "one_backward"), 30),
+    ]
+
+
+def check(model: Any = None, window: int = WINDOW, layers: tuple[int, ...] = LAYERS, horizon: int = HORIZON) -> None:
+    """Both ways give the same losses and utilities."""
+    model = mid_model() if model is None else model
+    ids, position = tokens(model, window), window // 2
+    samples = [(0, position, layer) for layer in layers]
+    expected = torch.stack([whole_forward(model, ids, position, layer, horizon) for layer in layers])
+    for isolation in ("exact", "batched"):
+        frame = oracle(model, ids, samples, horizon=horizon, isolation=isolation)
+        found = torch.tensor(frame["ce"].to_numpy()).view_as(expected)
+        _equal(f"oracle ({isolation})", found, expected)
+    found = gradient_utilities(model, ids, layers, positions=[position])
+    for layer in layers:
+        _equal(
+            f"gradient utilities of layer {layer}",
+            found[layer][0, position],
+            plain_utility(model, ids, position, layer),
+        )
+
+
+def _equal(what: str, found: Tensor, expected: Tensor) -> None:
+    error = float((found - expected).abs().max() / expected.abs().max().clamp_min(1.0))
+    if not error < TOLERANCE:
+        raise RuntimeError(f"{what}: the two ways differ by {error:.1e}; the benchmark would compare different things")
+
+
+def tokens(model: Any, window: int = WINDOW) -> Tensor:
+    return torch.randint(1, model.config.vocab_size, (1, window), generator=torch.Generator().manual_seed(0))
+
+
+def replay(isolation: Isolation) -> Callable[[], Any]:
+    model = mid_model()
+    ids, samples = tokens(model), [(0, POSITION, layer) for layer in LAYERS]
+    return lambda: oracle(model, ids, samples, horizon=HORIZON, isolation=isolation)
+
+
+def whole_forwards() -> Callable[[], Any]:
+    model = mid_model()
+    ids = tokens(model)
+    return lambda: [whole_forward(model, ids, POSITION, layer, HORIZON) for layer in LAYERS]
+
+
+@torch.no_grad()
+def whole_forward(model: Any, ids: Tensor, position: int, layer: int, horizon: int) -> Tensor:
+    """[A]: loss of every action from one forward of the window per action, all actions in one batch."""
+    num_actions = 4 + 2 * anatomy(model).top_k
+
+    def change(stock: RouterOutput, _: Tensor) -> RouterOutput:
+        weights = stock.weights.view(num_actions, -1, stock.weights.shape[-1]).clone()
+        weights[:, position] = action_weights(weights[0, position])
+        return RouterOutput(stock.router_logits, weights.flatten(0, 1), stock.expert_ids)
+
+    with intervene(model, {layer: change}):
+        hidden = model.get_decoder()(ids.expand(num_actions, -1), use_cache=False).last_hidden_state
+    logits = model.get_output_embeddings()(hidden[:, position : position + horizon])
+    targets = ids[0, position + 1 : position + horizon + 1].expand(num_actions, -1)
+    return cross_entropy(logits.mT, targets, reduction="none").double().mean(1)
+
+
+def one_backward() -> Callable[[], Any]:
+    model = mid_model()
+    ids, positions = tokens(model), _positions()
+    return lambda: gradient_utilities(model, ids, LAYERS, positions=positions)
+
+
+def plain_backwards() -> Callable[[], Any]:
+    model = mid_model()
+    ids = tokens(model)
+    samples = [(position, layer) for position in _positions()[:: NUM_POSITIONS // 2] for layer in LAYERS]
+    assert len(samples) == PLAIN_BACKWARDS
+    return lambda: [plain_utility(model, ids, *sample) for sample in samples]
+
+
+def _positions() -> list[int]:
+    return list(range(8, WINDOW - HORIZON, (WINDOW - HORIZON - 8) // NUM_POSITIONS))[:NUM_POSITIONS]
+
+
+def plain_utility(model: Any, ids: Tensor, position: int, layer: int) -> Tensor:
+    """[K]: one forward and one backward for this sample alone."""
+    with torch.enable_grad(), zero_leaves(anatomy(model), [layer]) as sums:
+        logits = model(ids, use_cache=False).logits[0]
+        loss = cross_entropy(logits[position:-1].float(), ids[0, position + 1 :])
+        gradient = torch.autograd.grad(loss, sums[layer].leaf)[0].view(ids.shape[1], -1)[position]
+    kept = sums[layer]
+    with torch.no_grad():
+        here = slice(position, position + 1)
+        outputs = expert_outputs(kept.experts, kept.hidden[here], kept.expert_ids[here])[0]
+    return utilities(gradient, outputs, kept.weights[position])

@@ -1,0 +1,200 @@
+"""The audit's results as JSON and as Markdown tables: what docs/studies/audit.md shows and `audit` prints."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from aarlib.studies.audit import ALL_SEEDS, POOLED, audit_tables
+from aarlib.studies.audit_predictors import predictor_tables
+
+DIGITS = 7
+Results = dict[str, Any]
+HEADROOM = {
+    "structured_oracle": "structured oracle",
+    "vertex_oracle": "vertex oracle",
+    "vertex_share": "its share",
+    "fixed_action": "fixed action of development",
+    "uniform": "uniform",
+    "temperature_0.5": "tau 0.5",
+    "temperature_2.0": "tau 2.0",
+    "router_top1_vertex": "router's top-1 vertex",
+}
+ROUTER = {
+    "router_top1_is_best": "top-1 is the best vertex",
+    "best_vertex_rank": "mean rank of the best vertex",
+    "router_spearman": "Spearman of weight and utility",
+}
+GRADIENT = {
+    "gradient_spearman": "Spearman",
+    "gradient_pairwise": "pairwise",
+    "gradient_top1": "top-1",
+    "gradient_best_vertex": "delta CE of its best vertex",
+    "gradient_captured": "share of the vertex oracle",
+    "gradient_harm": "harm rate",
+}
+CONSERVATIVE = {
+    "conservative": "delta CE",
+    "conservative_harm": "harm rate",
+    "conservative_acts": "acts on",
+}
+
+
+def results(records: pd.DataFrame, num_experts: int, predictors: bool, about: Mapping[str, Any]) -> Results:
+    """All tables of the records, JSON-able, floats rounded to 7 digits. Single seeds are kept with layers pooled."""
+    tables = audit_tables(records)
+    measures = tables["measures"]
+    kept = measures[(measures["seed"] == ALL_SEEDS) | (measures["layer"] == POOLED)]
+    tables["measures"] = kept.reset_index(drop=True)
+    if predictors:
+        tables |= predictor_tables(records, num_experts)
+    return {"about": dict(about), **{name: _rows(frame) for name, frame in tables.items()}}
+
+
+def _rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    return [{key: _plain(value) for key, value in row.items()} for row in frame.to_dict("records")]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.bool_ | bool):
+        return bool(value)
+    if isinstance(value, int | np.integer):
+        return int(value)
+    if isinstance(value, float | np.floating):
+        if np.isinf(value):
+            return "inf"
+        return None if np.isnan(value) else round(float(value), DIGITS)
+    return value
+
+
+def tables(found: Results) -> dict[str, str]:
+    """Markdown tables by name, from the JSON alone."""
+    frame = pd.DataFrame(found["measures"])
+    shown = {}
+    for horizon in dict.fromkeys(frame["horizon"]):
+        part = frame[frame["horizon"] == horizon]
+        for name, measures in (
+            ("headroom", HEADROOM),
+            ("router", ROUTER),
+            ("gradient", GRADIENT),
+            ("conservative", CONSERVATIVE),
+        ):
+            shown[f"{name}_{horizon}"] = _by_domain(part, measures)
+        shown[f"layers_{horizon}"] = _by_layer(part)
+    full = frame[frame["horizon"] == frame["horizon"].iloc[0]]
+    shown["seeds"] = _by_seed(full)
+    shown["ranks"] = _ranks(pd.DataFrame(found["by_rank"]))
+    shown["choices"] = _choices(pd.DataFrame(found["choices"]))
+    shown["noise"] = _noise(found["noise"])
+    if "fits" in found:
+        shown["fits"] = _fits(pd.DataFrame(found["fits"]))
+        shown["predictors"] = _predictors(pd.DataFrame(found["predictors"]))
+    return shown
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(row: Any, deviation: bool = False) -> str:
+    """value [low, high], and +- over seeds."""
+    if pd.isna(row["value"]):
+        return "none"
+    digits = 4 if abs(row["value"]) < 1 else 3
+    text = f"{row['value']:.{digits}f} [{row['low']:.{digits}f}, {row['high']:.{digits}f}]"
+    std = row.get("std")
+    return f"{text} +- {std:.{digits}f}" if deviation and std is not None and pd.notna(std) else text
+
+
+def _by_domain(part: pd.DataFrame, measures: Mapping[str, str]) -> str:
+    pooled = part[(part["seed"] == ALL_SEEDS) & (part["layer"] == POOLED)].set_index(["domain", "measure"])
+    domains = list(dict.fromkeys(part["domain"]))
+    rows = [
+        [label, *(_cell(pooled.loc[(domain, name)], deviation=True) for domain in domains)]
+        for name, label in measures.items()
+    ]
+    return markdown(["", *domains], rows)
+
+
+def _by_layer(part: pd.DataFrame) -> str:
+    shown = {
+        "structured_oracle": "structured oracle",
+        "vertex_share": "vertex share",
+        "router_spearman": "router Spearman",
+        "gradient_spearman": "gradient Spearman",
+        "gradient_captured": "gradient captures",
+    }
+    table = part[part["seed"] == ALL_SEEDS].set_index(["domain", "layer", "measure"])
+    keys = list(dict.fromkeys((domain, layer) for domain, layer, _ in table.index))
+    ordered = sorted(
+        keys, key=lambda key: (list(dict.fromkeys(k[0] for k in keys)).index(key[0]), _layer_order(key[1]))
+    )
+    rows = [[*key, *(_cell(table.loc[(*key, name)]) for name in shown)] for key in ordered]
+    return markdown(["domain", "layer", *shown.values()], rows)
+
+
+def _layer_order(layer: str) -> int:
+    return 10**6 if layer == POOLED else int(layer)
+
+
+def _by_seed(part: pd.DataFrame) -> str:
+    shown = ("structured_oracle", "vertex_oracle", "router_spearman", "gradient_spearman", "gradient_best_vertex")
+    table = part[(part["layer"] == POOLED) & (part["seed"] != ALL_SEEDS)].set_index(["domain", "seed", "measure"])
+    keys = list(dict.fromkeys((domain, seed) for domain, seed, _ in table.index))
+    rows = [[*key, *(_cell(table.loc[(*key, name)]) for name in shown)] for key in keys]
+    return markdown(["domain", "seed", *(name.replace("_", " ") for name in shown)], rows)
+
+
+def _ranks(frame: pd.DataFrame) -> str:
+    full = frame[frame["horizon"] == frame["horizon"].iloc[0]].set_index(["domain", "measure"])
+    domains = list(dict.fromkeys(full.index.get_level_values(0)))
+    names = list(dict.fromkeys(full.index.get_level_values(1)))
+    labels = [name.replace("utility_", "utility of rank ").replace("best_", "best vertex at rank ") for name in names]
+    rows = [
+        [label, *(_cell(full.loc[(domain, name)]) for domain in domains)]
+        for name, label in zip(names, labels, strict=True)
+    ]
+    return markdown(["", *domains], rows)
+
+
+def _choices(frame: pd.DataFrame) -> str:
+    rows = [
+        [row["domain"], row["horizon"], row["seed"], row["fixed_action"], _threshold(row["threshold"])]
+        for row in frame.to_dict("records")
+    ]
+    return markdown(["domain", "horizon", "seed", "fixed action", "threshold on max G"], rows)
+
+
+def _threshold(value: Any) -> str:
+    return "none: never acts" if value == "inf" else f"{float(value):.5f}"
+
+
+def _noise(rows: list[dict[str, Any]]) -> str:
+    cells = [[str(row["horizon"]), f"{row['noise_floor']:.1e}", str(row["num_samples"])] for row in rows]
+    return markdown(["horizon", "largest difference of a delta CE, exact against batched", "samples"], cells)
+
+
+def _fits(frame: pd.DataFrame) -> str:
+    rows = [
+        [
+            row["kind"].replace("_", " "),
+            str(row["seed"]),
+            f"{row['num_parameters']:,}",
+            str(row["num_samples"]),
+            f"{row['train_spearman']:.3f}",
+            "yes" if row["can_learn"] else "no",
+        ]
+        for row in frame.to_dict("records")
+    ]
+    return markdown(["predictor", "seed", "parameters", "samples", "Spearman on its own samples", "can learn"], rows)
+
+
+def _predictors(frame: pd.DataFrame) -> str:
+    table = frame[frame["seed"] == ALL_SEEDS].set_index(["domain", "measure"])
+    domains = list(dict.fromkeys(table.index.get_level_values(0)))
+    names = list(dict.fromkeys(table.index.get_level_values(1)))
+    shown = [name for name in names if name.endswith(("lossless", "spearman", "policy", "captured", "harm"))]
+    rows = [[name.replace("_", " "), *(_cell(table.loc[(domain, name)]) for domain in domains)] for name in shown]
+    return markdown(["", *domains], rows)
