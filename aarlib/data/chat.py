@@ -139,9 +139,9 @@ def _has_generation_markers(tokenizer: Any, tools: list[dict[str, Any]] | None) 
 
 
 def _end_of_turn_tokens(tokenizer: Any) -> dict[str, int]:
-    """Every token that can end a turn: the special and the added ones."""
+    """Every token that can end a turn: the special and the added ones, except runs of whitespace."""
     special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-    return {**tokenizer.get_added_vocab(), **special}
+    return {token: index for token, index in {**tokenizer.get_added_vocab(), **special}.items() if token.strip()}
 
 
 def _encode_with_markers(
@@ -195,6 +195,8 @@ def _check_nothing_dropped(render: Render, messages: Messages, tools: list[dict[
 
 
 def _is_ignored(render: Render, messages: Messages, index: int, text: str) -> bool:
+    if len(messages) == 1:
+        return False
     try:
         return render([*messages[:index], *messages[index + 1 :]], False) == text
     except TemplateError:

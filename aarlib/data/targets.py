@@ -29,7 +29,7 @@ def assistant_spans(render: Render, messages: Messages, end_markers: Sequence[st
     text; where that fails too, ValueError.
     """
     text = render(messages, False)
-    markers = tuple(sorted(filter(None, end_markers), key=len, reverse=True))
+    markers = tuple(sorted(end_markers, key=len, reverse=True))
     spans: list[Span] = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -49,7 +49,9 @@ def assistant_spans(render: Render, messages: Messages, end_markers: Sequence[st
 def _between_prefixes(
     render: Render, messages: Messages, index: int, text: str, markers: tuple[str, ...]
 ) -> Span | None:
-    """The turn as the difference of two renderings, if both are prefixes of `text`."""
+    """The turn as the difference of two renderings, if both are prefixes of `text`; the first message has no prompt."""
+    if index == 0:
+        return None
     try:
         prompt = render(messages[:index], True)
         turn = render(messages[: index + 1], False).rstrip()

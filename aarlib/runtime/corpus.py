@@ -101,11 +101,11 @@ def ordered(corpus: Corpus, seed: int, epoch: int) -> MaterializedDataset:
 
 def _encoded(model: ModelConfig, data: DataConfig) -> Dataset:
     find_sources(data.train)
-    sources = [
-        {"pattern": index, "source": source}
-        for index, pattern in enumerate(data.train)
-        for source in find_sources((pattern,))
-    ]
+    first_pattern: dict[str, int] = {}
+    for index, pattern in enumerate(data.train):
+        for source in find_sources((pattern,)):
+            first_pattern.setdefault(source, index)
+    sources = [{"pattern": index, "source": source} for source, index in first_pattern.items()]
     quiet_ray_data()
     ray.data.DataContext.get_current().execution_options.preserve_order = True
     listed = ray.data.from_items(sources, override_num_blocks=len(sources))

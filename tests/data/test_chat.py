@@ -164,6 +164,39 @@ def test_a_template_that_does_not_end_the_turn_is_refused(case):
         encode(tokenizer, conversation(CASES[case]), 100)
 
 
+def test_a_run_of_spaces_is_no_end_of_turn():
+    """Vocabularies in the style of GPT-NeoX add runs of spaces as tokens."""
+    tokenizer = style_tokenizer("tulu")
+    tokenizer.add_tokens(["  ", " " * 24])
+    check_template(tokenizer)
+    last = "{% if not loop.last %}{{ eos_token }}{% endif %}"
+    whole = tokenizer.chat_template
+    for ending in ("", last):
+        tokenizer.chat_template = whole.replace("{{ eos_token }}", ending)
+        with pytest.raises(ValueError, match="end-of-turn token"):
+            check_template(tokenizer)
+    tokenizer.chat_template = whole.replace("{{ m.content }}", "<think>\n\n</think>\n\n{{ m.content }}", 1)
+    encoded = encode(tokenizer, Conversation("r", [HELLO, HI], None), 1000)
+    assert render_targets(tokenizer, encoded).endswith("</think>\n\n[[Hi, user.<|endoftext|>]]")
+
+
+@pytest.mark.parametrize("markers", [True, False])
+@pytest.mark.parametrize("style", STYLES)
+def test_a_conversation_may_begin_with_the_assistant(style, markers):
+    tokenizer = style_tokenizer(style, markers)
+    encoded = encode(tokenizer, Conversation("r", [HI, SUM, FOUR], None), 1000)
+    text, end = render_targets(tokenizer, encoded), STYLES[style].eos
+    found = [target.strip() for target in re.findall(r"\[\[(.*?)\]\]", text, flags=re.DOTALL)]
+    assert found == [f"Hi, user.{end}", f"It is\n\n    4.{end}"]
+
+
+def test_a_single_message_is_read():
+    tokenizer = style_tokenizer("chatml")
+    assert not any(encode(tokenizer, Conversation("r", [HELLO], None), 1000).target_mask)
+    alone = encode(tokenizer, Conversation("r", [HI], None), 1000)
+    assert render_targets(tokenizer, alone) == "<|im_start|>assistant\n[[Hi, user.<|im_end|>]]\n"
+
+
 def test_generation_markers_that_leave_out_the_end_of_turn_are_refused():
     tokenizer = style_tokenizer("chatml")
     tokenizer.chat_template = NO_END.replace(

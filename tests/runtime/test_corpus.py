@@ -44,8 +44,9 @@ def test_rows_order_and_split(local_ray: Any, tmp_path: Path) -> None:
     assert sum(row.num_targets for row in streamed) == corpus.num_train_targets
     assert any(row.num_targets == 0 for row in streamed) and max(len(row.input_ids) for row in streamed) == 48
 
-    again = build_corpus(NANO, data(path, max_held_out=2, sample=0.5))
+    again = build_corpus(NANO, data(path, tmp_path / "*.jsonl", max_held_out=2, sample=0.5))
     assert set(ids(ordered(again, 0, 0))) < set(orders[0])
+    assert len(ids(again.encoded)) == len(set(ids(again.encoded)))
     assert ids(again.held_out) == [row for row in held_out if row in set(ids(again.encoded))][:2]
 
 
