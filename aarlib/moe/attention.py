@@ -7,6 +7,7 @@ every other layer keep the model's own implementation. The stand-in goes with th
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -89,6 +90,7 @@ def attached_window(attention: nn.Module) -> int | None:
     return max(windows, default=None)
 
 
+@torch.compiler.disable()  # requests are Python objects; inductor also fails on the band's strided reads
 def _attention_forward(
     module: nn.Module,
     query: Tensor,

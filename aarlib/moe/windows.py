@@ -49,7 +49,7 @@ def attention_with_windows(
     return AttentionOutput(output, None if windows is None else windows.float(), None if sink is None else sink.float())
 
 
-@torch.compiler.disable()  # a graph break: inductor fails on the band's strided reads ("vr must not be None")
+@torch.compiler.disable()  # inductor fails on the band's strided reads ("vr must not be None")
 def _by_backend(backend: Backend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any) -> Any:
     kernel = choose(query, key, value, mask, backend)
     if kernel is None:

@@ -99,21 +99,6 @@ def test_window_longer_than_the_input_is_padded_with_zeros():
     assert identities.logits_against_eager(model, handle, tiny_inputs(model, length=9)) < 1e-5
 
 
-@families
-def test_greedy_generation_alone_equals_inside_a_left_padded_batch(family):
-    model = tiny_model(family)
-    identities.default_attach(model)
-    inputs = tiny_inputs(model, batch=2, length=12, padding="left")
-    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    together = model.generate(**inputs, **settings)
-    for row in range(2):
-        prompt = inputs["input_ids"][row : row + 1, inputs["attention_mask"][row].bool()]
-        alone = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **settings)
-        assert together[row, -8:].tolist() == alone[0, -8:].tolist()
-        uncached = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), use_cache=False, **settings)
-        assert uncached[0, -8:].tolist() == alone[0, -8:].tolist()
-
-
 def live_tensors():
     gc.collect()
     return sum(type(item) in (torch.Tensor, torch.nn.Parameter) for item in gc.get_objects())

@@ -1,0 +1,98 @@
+"""Generation with attention-aware routers: alone or in a left-padded batch, cached or not, the same tokens; nothing piles up."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria
+
+from aarlib import identities
+from tests.tiny import FAMILIES, tiny_inputs, tiny_model
+
+NEW = 6
+SETTINGS = {"max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": None}
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+class Attached:
+    def __init__(self, family: str) -> None:
+        self.model = tiny_model(family)
+        self.handle = identities.default_attach(self.model)
+        self.inputs = tiny_inputs(self.model, batch=2, length=12, padding="left")
+
+    def generate(self, row: int | None = None, **settings: Any) -> Tensor:
+        """New tokens [rows, NEW] of the left-padded batch, or of one of its prompts alone."""
+        inputs = self.inputs
+        if row is not None:
+            prompt = inputs["input_ids"][row : row + 1, inputs["attention_mask"][row].bool()]
+            inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+        return self.model.generate(**inputs, **{**SETTINGS, "do_sample": False, **settings})[:, -NEW:]
+
+
+@families
+def test_greedy_alone_equals_inside_a_left_padded_batch_with_and_without_cache(family: str) -> None:
+    attached = Attached(family)
+    together = attached.generate()
+    assert torch.equal(attached.generate(use_cache=False), together)
+    for row in range(2):
+        assert torch.equal(attached.generate(row)[0], together[row])
+        assert torch.equal(attached.generate(row, use_cache=False)[0], together[row])
+    attached.handle.enabled = False
+    assert not torch.equal(attached.generate(), together)
+
+
+@families
+def test_beams_alone_equal_inside_a_left_padded_batch(family: str) -> None:
+    attached = Attached(family)
+    together = attached.generate(num_beams=3)
+    assert torch.equal(attached.generate(1, num_beams=3)[0], together[1])
+    if family in ("olmoe", "deepseek_v2", "gpt_oss", "qwen3_5_moe"):
+        assert torch.equal(attached.generate(num_beams=3, use_cache=False), together)
+        assert not torch.equal(attached.generate(), together), "the beams chose what greedy chooses"
+
+
+@pytest.mark.parametrize("family", ["olmoe", "deepseek_v2", "gpt_oss", "qwen3_5_moe"])
+def test_sampling_with_a_seed_is_the_same_with_and_without_cache(family: str) -> None:
+    attached, sampled = Attached(family), {}
+    for seed, use_cache in ((0, True), (0, False), (1, True)):
+        torch.manual_seed(seed)
+        sampled[seed, use_cache] = attached.generate(do_sample=True, use_cache=use_cache)
+    assert torch.equal(sampled[0, True], sampled[0, False])
+    assert not torch.equal(sampled[0, True], sampled[1, True])
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(type(item) in (torch.Tensor, torch.nn.Parameter) for item in gc.get_objects())
+
+
+class CountTensors(StoppingCriteria):
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        if input_ids.shape[1] in (25, 45, 62):
+            self.counts.append(live_tensors())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+@pytest.mark.parametrize("family", ["olmoe", "gpt_oss", "qwen3_5_moe"])
+def test_live_tensors_are_constant_over_50_generated_tokens(family: str) -> None:
+    attached, counter = Attached(family), CountTensors()
+    attached.generate(max_new_tokens=53, stopping_criteria=[counter])
+    assert len(counter.counts) == 3
+    assert len(set(counter.counts)) == 1, counter.counts
+
+
+def test_live_tensors_are_constant_over_50_training_steps() -> None:
+    attached, counts = Attached("olmoe"), []
+    ids = attached.inputs["input_ids"]
+    for step in range(50):
+        attached.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        for _, parameter in attached.handle.trainable():
+            parameter.grad = None
+        if step in (5, 25, 49):
+            counts.append(live_tensors())
+    assert len(set(counts)) == 1, counts
