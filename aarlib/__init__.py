@@ -7,6 +7,7 @@ from aarlib.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from aarlib.aar.attach import attach_aar as attach_aar
+    from aarlib.fdaa.attach import attach_fdaa as attach_fdaa
     from aarlib.moe.anatomy import anatomy as anatomy
     from aarlib.moe.loading import load_model as load_model
     from aarlib.moe.record import record as record
@@ -20,8 +21,22 @@ __getattr__, __dir__ = lazy_attributes(
         "anatomy": "aarlib.moe.anatomy",
         "record": "aarlib.moe.record",
         "attach_aar": "aarlib.aar.attach",
+        "attach_fdaa": "aarlib.fdaa.attach",
         "save_adapter": "aarlib.training.adapter",
         "load_adapter": "aarlib.training.adapter",
     },
-    submodules=("aar", "config", "data", "identities", "lens", "moe", "nano", "report", "runtime", "stats", "training"),
+    submodules=(
+        "aar",
+        "config",
+        "data",
+        "fdaa",
+        "identities",
+        "lens",
+        "moe",
+        "nano",
+        "report",
+        "runtime",
+        "stats",
+        "training",
+    ),
 )

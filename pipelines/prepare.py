@@ -36,6 +36,9 @@ def prepare(config: RunConfig, show: int, dry_run: bool) -> None:
     from aarlib.runtime.corpus import find_sources
 
     data = config.data
+    if data.domains:
+        prepare_texts(config, dry_run)
+        return
     if data.hub is not None and dry_run:
         print(f"would ingest {data.hub} into {data.train[0]}")
         return
@@ -61,6 +64,39 @@ def prepare(config: RunConfig, show: int, dry_run: bool) -> None:
     print(table(found, report, data))
     for row in found.examples:
         print(f"\n--- {row.row_id}{' (truncated)' if row.truncated else ''}\n{render_targets(tokenizer, row)}")
+
+
+def prepare_texts(config: RunConfig, dry_run: bool) -> None:
+    """Ingest the domains that name a hub dataset; print how many documents each split of every domain has."""
+    from collections import Counter
+
+    from aarlib.data.corpora import split_of
+    from aarlib.runtime.ingest import ingest
+    from aarlib.runtime.text_corpus import documents_of, find_texts
+
+    data = config.data
+    for name, domain in data.domains.items():
+        if domain.hub is not None and dry_run:
+            print(f"would ingest {domain.hub} into {domain.text[0]}")
+        elif domain.hub is not None:
+            manifest = ingest(
+                domain.hub, domain.text[0], domain.hub_split, config=domain.hub_config, max_rows=domain.hub_rows,
+                text_column=domain.hub_column,
+            )  # fmt: skip
+            print(f"{name}: {domain.hub}@{manifest.revision}: {manifest.rows} rows in {len(manifest.shards)} shards")
+    if dry_run:
+        return
+    counts = {name: Counter[str]() for name in data.domains}
+    for source in find_texts(data):
+        documents = documents_of(source.path, source.documents)
+        splits = (split_of(document.doc_id, data.held_out, data.test) for document in documents)
+        counts[tuple(data.domains)[source.domain]].update(splits)
+    for name, count in counts.items():
+        print(
+            f"{name}: "
+            + ", ".join(f"{count[split]:,} {split}" for split in ("train", "development", "test"))
+            + " documents"
+        )
 
 
 def read_sources(sources: list[str], on_bad_row: "OnBadRow", report: "ReadReport") -> "Iterator[Conversation]":

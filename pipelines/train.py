@@ -51,9 +51,10 @@ def describe(config: RunConfig) -> str:
     for method in planned.methods:
         where = f"on layers {', '.join(map(str, method.aar_layers))}" if method.aar_layers else "routers only"
         added = method.num_trainable - method.num_router
-        parts = f" = {method.num_router:,} + {added:,}" if added else ""
+        parts = f" = {method.num_router:,} + {added:,}" if added and method.num_router else ""
         lines.append(f"  {method.label:<16}{method.num_trainable:>12,} trainable{parts}, {where}")
-    lines.append(f"  {len(config.runs())} runs of {_steps(config)}, {config.optim.global_batch} conversations a step")
+    rows = "windows" if config.data.domains else "conversations"
+    lines.append(f"  {len(config.runs())} runs of {_steps(config)}, {config.optim.global_batch} {rows} a step")
     ray = config.ray
     lines.append(f"  {ray.num_workers} {'GPU' if ray.use_gpu else 'CPU'} workers, ZeRO {ray.zero_stage}")
     return "\n".join(lines)

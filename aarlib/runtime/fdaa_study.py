@@ -28,7 +28,7 @@ from aarlib.runtime.text_corpus import documents_of, find_texts
 from aarlib.runtime.units import Resources, Unit, run_units
 from aarlib.training.adapter import load_adapter, read_metadata
 from aarlib.training.config import DataConfig, ModelConfig, RunConfig
-from aarlib.training.objectives import next_token_ce
+from aarlib.training.objectives import RowCE, next_token_ce
 from aarlib.training.prefix import FrozenPrefix, resumed
 
 logger = logging.getLogger("aarlib")
@@ -49,6 +49,12 @@ class Arm(NamedTuple):
     handle: AggregationHandle
     masked: tuple[Mask, ...] = ()
     permuted: bool = False
+
+
+class Loss(NamedTuple):
+    layers: str
+    arm: Arm
+    ce: RowCE
 
 
 class Windows(NamedTuple):
@@ -174,7 +180,7 @@ class Evaluator:
         permutation = window_permutations([row.row_id for row in rows], lengths, batch["input_ids"].shape[1]).to(device)
         records = []
         with torch.no_grad():
-            for places, arm, ce_sum_B, num_targets_B in self._losses(batch, arms, layers, handles, permutation):
+            for places, arm, (ce_sum_B, num_targets_B) in self._losses(batch, arms, layers, handles, permutation):
                 values = zip(rows, ce_sum_B.double().tolist(), num_targets_B.tolist(), strict=True)
                 records += [(places, arm.name, arm.seed, row.row_id, ce, count) for row, ce, count in values]
         return pd.DataFrame(records, columns=["layers", "arm", "seed", "window", "ce_sum", "num_targets"])
@@ -186,7 +192,7 @@ class Evaluator:
         layers: Sequence[int],
         handles: list[AggregationHandle],
         permutation: torch.Tensor,
-    ) -> Iterator[tuple[str, Arm, torch.Tensor, torch.Tensor]]:
+    ) -> Iterator[Loss]:
         frozen = FrozenPrefix(handles[0].anatomy, min(layers))
         for layer in layers:
             enable_only(None, handles)
@@ -196,12 +202,12 @@ class Evaluator:
                 enable_only(arm.handle, handles)
                 arm.handle.masked, arm.handle.permutation = arm.masked, permutation if arm.permuted else None
                 with resumed(arm.handle, prefix):
-                    yield str(layer), arm, *next_token_ce(self._model, tail)
+                    yield Loss(str(layer), arm, next_token_ce(self._model, tail))
         if len(layers) > 1:
             for arm in arms:
                 enable_only(arm.handle, handles)
                 arm.handle.masked, arm.handle.permutation = arm.masked, permutation if arm.permuted else None
-                yield ALL, arm, *next_token_ce(self._model, batch)
+                yield Loss(ALL, arm, next_token_ce(self._model, batch))
 
 
 def draw_windows(config: Any, name: str, tokenizer: Any) -> Windows:

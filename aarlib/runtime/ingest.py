@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
@@ -46,6 +46,11 @@ class Manifest:
     rows_read: int = 0
     skipped: int = 0
     shards: list[Shard] = field(default_factory=list)
+    config: str | None = None
+    """The dataset's configuration."""
+    max_rows: int | None = None
+    text_column: str | None = None
+    """The column of plain text, where the rows are no conversations."""
 
     @property
     def rows(self) -> int:
@@ -58,19 +63,24 @@ def ingest(
     split: str = "train",
     on_bad_row: OnBadRow = "error",
     rows_per_shard: int = ROWS_PER_SHARD,
+    config: str | None = None,
+    max_rows: int | None = None,
+    text_column: str | None = None,
 ) -> Manifest:
     """Stream `dataset`, a Hub id or a folder `datasets` reads, into the folder of `pattern` (data/tulu3/*.parquet).
 
-    Starts where an interrupted call stopped and does nothing where the folder is complete. A ValueError, before
-    anything is written, where the folder holds something else or the dataset is not reached.
+    Rows are conversations, or with `text_column` plain text. Starts where an interrupted call stopped and does nothing where
+    the folder is complete. A ValueError, before anything is written, where the folder holds something else or the dataset is
+    not reached.
     """
     folder, stem = _target(pattern, dataset)
-    manifest = _open_manifest(folder, dataset, split, rows_per_shard)
+    asked = Manifest(dataset, None, split, rows_per_shard, config=config, max_rows=max_rows, text_column=text_column)
+    manifest = _open_manifest(folder, asked)
     if manifest.complete:
         return manifest
     started, first = time.monotonic(), manifest.rows_read
     for rows in _shards_of_rows(manifest):
-        kept = _conversations_in(rows, manifest, on_bad_row)
+        kept = _texts_in(rows, manifest) if text_column else _conversations_in(rows, manifest, on_bad_row)
         if kept:
             manifest.shards.append(_write_shard(folder, f"{stem}-{len(manifest.shards):05d}.parquet", kept))
         manifest.rows_read += len(rows)
@@ -79,7 +89,7 @@ def ingest(
         logger.info("%s: %d rows in %d shards, %.0f rows/s", dataset, manifest.rows, len(manifest.shards), speed)
     if not manifest.shards:
         raise ValueError(
-            f"data.hub = {dataset!r}: split {split!r} has no conversation ({manifest.skipped} rows skipped)"
+            f"data.hub = {dataset!r}: split {split!r} has no row to keep ({manifest.skipped} rows skipped)"
         )
     manifest.complete = True
     _save(manifest, folder)
@@ -109,7 +119,7 @@ def _target(pattern: str, dataset: str) -> tuple[Path, str]:
     return path.parent, stem
 
 
-def _open_manifest(folder: Path, dataset: str, split: str, rows_per_shard: int) -> Manifest:
+def _open_manifest(folder: Path, asked: Manifest) -> Manifest:
     """The folder's manifest with its shards checked, or a new one."""
     manifest = read_manifest(folder)
     if manifest is None:
@@ -117,11 +127,16 @@ def _open_manifest(folder: Path, dataset: str, split: str, rows_per_shard: int) 
             raise ValueError(
                 f"{folder} holds parquet files but no {MANIFEST}; remove data.hub to use them, or name an empty folder"
             )
-        return Manifest(dataset, _current_revision(dataset), split, rows_per_shard)
-    if (manifest.dataset, manifest.split) != (dataset, split):
+        return replace(asked, revision=_current_revision(asked.dataset))
+    if (manifest.dataset, manifest.split) != (asked.dataset, asked.split):
         raise ValueError(
-            f"{folder} holds {manifest.dataset!r} ({manifest.split}), not {dataset!r} ({split}); name another folder"
+            f"{folder} holds {manifest.dataset!r} ({manifest.split}), not {asked.dataset!r} ({asked.split}); "
+            "name another folder"
         )
+    for name in ("config", "max_rows", "text_column"):
+        found, wanted = getattr(manifest, name), getattr(asked, name)
+        if found != wanted:
+            raise ValueError(f"{folder} was ingested with {name} = {found!r}, not {wanted!r}; name another folder")
     for shard in manifest.shards:
         path = folder / shard.file
         if not path.is_file() or _sha256(path) != shard.sha256:
@@ -146,8 +161,11 @@ def _unreachable(dataset: str, error: Exception) -> str:
 
 def _shards_of_rows(manifest: Manifest) -> Iterator[list[dict[str, Any]]]:
     try:
-        stream = load_dataset(manifest.dataset, split=manifest.split, revision=manifest.revision, streaming=True)
-        rows = iter(stream.skip(manifest.rows_read))
+        stream = load_dataset(
+            manifest.dataset, manifest.config, split=manifest.split, revision=manifest.revision, streaming=True
+        )
+        left = None if manifest.max_rows is None else max(0, manifest.max_rows - manifest.rows_read)
+        rows = islice(stream.skip(manifest.rows_read), left)
         while part := list(islice(rows, manifest.rows_per_shard)):
             yield part
     except OSError as error:
@@ -171,6 +189,17 @@ def _conversations_in(rows: list[dict[str, Any]], manifest: Manifest, on_bad_row
     for problem in report.examples:
         logger.warning("skipped: %s", problem)
     return kept
+
+
+def _texts_in(rows: list[dict[str, Any]], manifest: Manifest) -> list[dict[str, Any]]:
+    column = str(manifest.text_column)
+    for number, row in enumerate(rows, start=manifest.rows_read + 1):
+        if not isinstance(row.get(column), str):
+            raise ValueError(
+                f"hub = {manifest.dataset!r}, row {number}: no string under {column!r} (columns: {', '.join(row)}); "
+                "set hub_column"
+            )
+    return [{"text": row[column]} for row in rows]
 
 
 def _as_text(row: dict[str, Any]) -> dict[str, Any]:

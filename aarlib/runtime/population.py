@@ -30,8 +30,10 @@ def groups(pending: Iterable[Pending], population: bool) -> list[list[Pending]]:
     together: dict[Any, list[Pending]] = {}
     for item in pending:
         method, step = item.run.method, 0 if item.state is None else item.state.step
-        shares = population and isinstance(method, AggregationConfig)
-        together.setdefault((method.layers, step) if shares else item.run.name, []).append(item)
+        key: Any = item.run.name
+        if population and isinstance(method, AggregationConfig):
+            key = (method.layers, step)
+        together.setdefault(key, []).append(item)
     return list(together.values())
 
 

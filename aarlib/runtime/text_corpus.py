@@ -203,7 +203,7 @@ def _placed(table: pa.Table, places: Any, unit_rows: int, first_unit: int) -> pa
 
 class _Articles(NamedTuple):
     register: str
-    count: int
+    number: int
 
 
 def _parse_register(source: str) -> _Articles:

@@ -36,8 +36,9 @@ def window_ce(records: pd.DataFrame) -> pd.DataFrame:
     """Mean CE of each window as columns (arm, seed), rows by (run, domain, split, layers, window); arms paired, none missing."""
     frame = records.assign(ce=records["ce_sum"] / records["num_targets"])
     counts = frame.groupby(["run", "domain", "split", "layers", "window"])["num_targets"].nunique()
-    if (counts != 1).any():
-        raise ValueError(f"window {counts.index[counts != 1][0]} has different target counts between arms")
+    uneven = counts.index[(counts != 1).to_numpy()]
+    if len(uneven):
+        raise ValueError(f"window {uneven[0]} has different target counts between arms")
     return frame.pivot(index=["run", "domain", "split", "layers", "window"], columns=["arm", "seed"], values="ce")
 
 
@@ -122,7 +123,7 @@ def _named(prefix: str, compared: Compared) -> dict[str, object]:
 
 
 def _seeds(ce: pd.DataFrame, arm: str) -> pd.DataFrame:
-    return ce.xs(arm, axis=1, level="arm")  # pyright: ignore[reportReturnType]
+    return ce.xs(arm, axis=1, level="arm")
 
 
 def _of(values: pd.DataFrame, seed: int) -> np.ndarray:
@@ -137,7 +138,7 @@ def results(records: pd.DataFrame) -> dict[str, list[dict[str, object]]]:
 
 
 def _rows(frame: pd.DataFrame) -> list[dict[str, object]]:
-    return [{key: _plain(value) for key, value in row.items()} for row in frame.to_dict("records")]  # pyright: ignore[reportReturnType]
+    return [{key: _plain(value) for key, value in row.items()} for row in frame.to_dict("records")]
 
 
 def _plain(value: object) -> object:

@@ -41,6 +41,15 @@ class TextDomain(Config):
     """Globs or URIs of .txt, JSONL(.gz) or parquet files with a string `text`, or `nano:<register>:<number of articles>`."""
     documents: Literal["whole", "headings"] = "whole"
     """What a document is: each row (of a .txt file: the whole file), or what stands between two WikiText titles ` = Title = `."""
+    hub: str | None = None
+    """Hugging Face dataset id that `prepare` ingests into the folder of `text`."""
+    hub_config: str | None = None
+    """Its configuration, such as wikitext-103-raw-v1."""
+    hub_split: str = "train"
+    hub_rows: int | None = Field(default=None, ge=1)
+    """At most so many rows."""
+    hub_column: str = "text"
+    """Its column that holds the text; the shards name it `text`."""
 
 
 class DataConfig(Config):

@@ -145,7 +145,7 @@ class ResidualCache:
             if row_id in self._rows or self.size + num_bytes > self.budget:
                 continue
             self._file.seek(self.size)
-            self._file.write(memoryview(values.view(torch.uint8).numpy()))
+            self._file.write(values.view(torch.uint8).numpy().tobytes())
             self._rows[row_id] = _Stored(self.size, tuple(values.shape), values.dtype)
             self.size += num_bytes
 

@@ -88,3 +88,26 @@ def test_bad_input_is_one_line_and_a_failure(config, override, message, capsys):
     assert stop.value.code != 0
     assert "error: " in text
     assert re.search(message, text)
+
+
+def test_texts_are_counted_by_document_and_split(tmp_path, capsys):
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": f"text {number}"}) for number in range(300)))
+    path = tmp_path / "config.toml"
+    path.write_text(
+        f'''
+name = "texts"
+[data]
+held_out = 0.1
+test = 0.2
+[data.domains.some]
+text = ["{tmp_path}/texts.jsonl"]
+[method.fdaa]
+name = "fdaa"
+layers = [7]
+'''
+    )
+    main([str(path)])
+    line = capsys.readouterr().out.strip()
+    train, development, test = map(int, re.findall(r"(\d+) [a-z]+", line))
+    assert line.startswith("some: ") and train + development + test == 300
+    assert abs(test - 60) < 20 and abs(development - 30) < 15

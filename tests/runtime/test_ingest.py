@@ -149,3 +149,20 @@ def test_an_unreachable_dataset_is_named(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="data.hub = 'none/such' is not reached: .*put files where data.train looks"):
         ingest("none/such", f"{tmp_path}/local/*.parquet")
     assert not (tmp_path / "local").exists()
+
+
+def test_plain_text_is_ingested_by_column_and_up_to_a_number_of_rows(tmp_path):
+    (tmp_path / "hub/ptb-tiny").mkdir(parents=True)
+    rows = [{"sentence": f"line {number}"} for number in range(30)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "hub/ptb-tiny/train-00000-of-00001.parquet")
+    dataset, pattern = str(tmp_path / "hub/ptb-tiny"), f"{tmp_path}/local/*.parquet"
+    settings = {"rows_per_shard": 8, "max_rows": 20}
+    with pytest.raises(ValueError, match=r"no string under 'text' \(columns: sentence\); set hub_column"):
+        ingest(dataset, pattern, text_column="text", **settings)
+    manifest = ingest(dataset, pattern, text_column="sentence", **settings)
+    assert [shard.rows for shard in manifest.shards] == [8, 8, 4]
+    texts = [row["text"] for path in expand_sources([pattern]) for row in pq.read_table(path).to_pylist()]
+    assert texts == [f"line {number}" for number in range(20)]
+    assert ingest(dataset, pattern, text_column="sentence", **settings) == manifest
+    with pytest.raises(ValueError, match="with max_rows = 20, not 21; name another folder"):
+        ingest(dataset, pattern, text_column="sentence", rows_per_shard=8, max_rows=21)
