@@ -1,5 +1,5 @@
-"""Sharded checkpoints with an expert a tensor (transformers 4) and with fused experts (5) load to the same model; a key too many or too
-few is fatal."""
+"""Sharded checkpoints with an expert a tensor (transformers 4) and with fused experts (5) load to the same model; a key too many
+or too few is fatal."""
 
 import json
 from collections.abc import Callable
