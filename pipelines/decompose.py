@@ -4,17 +4,28 @@ Two rounds of units, spread over ray.num_actors; run again, they repeat nothing.
 study's tables and figures into the run directory and logs to MLflow.
 """
 
+import json
 import logging
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from aarlib.config import write_text_atomically
 from aarlib.runtime.lens_config import LensRunConfig
 from pipelines.command_line import parse_verb
 
 
+@dataclass(frozen=True)
+class Flags:
+    page: Path | None = None
+    """A Markdown page whose tables are made again from the results, which are written to results/ beside it."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse_verb(LensRunConfig, __doc__, argv)
+    arguments = parse_verb(LensRunConfig, __doc__, argv, flags=Flags)
     config = arguments.config
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("aarlib").setLevel(logging.INFO)
@@ -23,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         print(describe(config))
         if not arguments.dry_run:
-            run(config)
+            run(config, arguments.extras.page)
     except (ValueError, UnitsError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -44,7 +55,7 @@ def describe(config: LensRunConfig) -> str:
     )
 
 
-def run(config: LensRunConfig) -> None:
+def run(config: LensRunConfig, page: Path | None = None) -> None:
     from aarlib.runtime.cluster import connect
     from aarlib.runtime.lens import influence, write_parquet
     from aarlib.runtime.lens_causal import causal
@@ -55,14 +66,57 @@ def run(config: LensRunConfig) -> None:
     with held(config) as folder:  # pyright: ignore[reportArgumentType]
         claim(config)  # pyright: ignore[reportArgumentType]
         connect(config.ray)  # pyright: ignore[reportArgumentType]
-        with single_run(config.tracking, config.ray.storage, folder, config.model_dump(mode="json")) as logger:
+        with single_run(config.tracking, config.ray.storage, folder, config.model_dump(mode="json")) as tracked:
             records = influence(config, folder)
             taken = causal(config, records, folder)
             write_parquet(records, folder / "influence.parquet")
             write_parquet(taken, folder / "causal.parquet")
-            closure = float(records.loc[records["record"] == "closure", "value"].max())
-            logger.log({"lens/closure_error": closure, "lens/records": len(records) + len(taken)}, step=0)
-            print(f"{len(records)} + {len(taken)} records in {folder}; closure error {closure:.1e}")
+            results = study(config, records, taken, folder)
+            tracked.log(metrics(results), step=0)
+    print(f"{len(records)} + {len(taken)} records, closure error {results['run']['closure error']:.1e}: {folder}")
+    if page is not None:
+        put_on_page(config.name, results, page)
+
+
+def study(config: LensRunConfig, records: Any, taken: Any, folder: Path) -> dict[str, Any]:
+    """Tables and figures of the run directory; made again by every call."""
+    from aarlib.report.figures import as_svg
+    from aarlib.report.lens_figures import figures
+    from aarlib.report.lens_page import as_results
+    from aarlib.runtime.lens import facts
+    from aarlib.runtime.lens_causal import study_tables
+    from aarlib.studies.lens_samples import senders_of
+
+    tables = study_tables(config, records, taken)
+    results = as_results(tables, facts(config, records))
+    write_text_atomically(folder / "tables.json", json.dumps(results, indent=1))
+    source = config.lens.causal_source or next(iter(config.lens.sources))
+    (folder / "figures").mkdir(exist_ok=True)
+    for name, figure in figures(senders_of(records, source, "layer"), tables, source).items():
+        (folder / "figures" / f"{name}.svg").write_bytes(as_svg(figure))
+        figure.savefig(folder / "figures" / f"{name}.png", dpi=110)
+    return results
+
+
+def metrics(results: dict[str, Any]) -> dict[str, float]:
+    """What goes to MLflow: closure error, and per source the MoE to attention ratio and the pooled rank correlations."""
+    found = {"lens/closure_error": results["run"]["closure error"]}
+    for row in results["tables"]["kinds"]:
+        if row["measure"] == "moe / attn":
+            found[f"lens/{row['source']}/moe_over_attn/receiver_{row['receiver']}"] = row["value"]
+    for row in results["tables"]["aarv"]:
+        if row["receiver"] == "pooled":
+            found[f"lens/{row['source']}/variance_aarv_spearman/{row['level']}"] = row["value"]
+    return found
+
+
+def put_on_page(name: str, results: dict[str, Any], page: Path) -> None:
+    """results/lens_<name>.json beside `page`, and the page's tables made again."""
+    from aarlib.report.lens_page import read_results, render
+
+    write_text_atomically(page.parent / "results" / f"lens_{name}.json", json.dumps(results, indent=0))
+    text = page.read_text(encoding="utf-8")
+    write_text_atomically(page, render(text, read_results(page.parent / "results")))
 
 
 if __name__ == "__main__":

@@ -274,6 +274,22 @@ def causal_pieces(units: Sequence[Mapping[str, Any]], source: str, count: int) -
     return pieces
 
 
+def facts(config: LensRunConfig, records: pd.DataFrame) -> dict[str, Any]:
+    """What a reader of the tables must know of the run."""
+    layers: Any = records[(records["record"] == "moments") & (records["level"] == "layer")]
+    found: dict[str, Any] = {
+        "model": config.model.name,
+        "adapter": None if config.adapter is None else config.adapter.name,
+    }
+    for source in config.lens.sources:
+        pieces = layers[layers["source"] == source].drop_duplicates("document")
+        found[f"{source} pieces"] = len(pieces)
+        found[f"{source} further chunks"] = int((pieces["chunk"] > 0).sum())
+        found[f"{source} tokens"] = int(pieces["tokens"].sum())
+    closure: Any = records.loc[records["record"] == "closure", "value"]
+    return {**found, "closure error": float(closure.max())}
+
+
 def write_parquet(frame: pd.DataFrame, path: Path) -> None:
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     frame.to_parquet(temporary, index=False)

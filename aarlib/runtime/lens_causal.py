@@ -18,6 +18,8 @@ from aarlib.lens.uses import ce_without_attention
 from aarlib.runtime.lens import LensWorker, causal_pieces, influence_units, is_for_choosing, padded, run_round
 from aarlib.runtime.lens_config import LensRunConfig
 from aarlib.runtime.units import Unit
+from aarlib.studies.lens import before_and_after, lens_tables
+from aarlib.studies.lens_causal import causal_tables
 
 PROMPTS_PER_UNIT = 64
 CAUSAL_COLUMNS = {
@@ -104,6 +106,19 @@ def _prompt_units(config: LensRunConfig) -> list[dict[str, Any]]:
         }
         for start in starts
     ]
+
+
+def study_tables(config: LensRunConfig, records: pd.DataFrame, taken: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Every table of a run; with `before`, also how shares of influence changed against that run."""
+    tables = lens_tables(records)
+    source = config.lens.causal_source
+    tables |= causal_tables(taken, None if source is None else expert_influence(records, source)["variance"])
+    if config.before is not None:
+        stored = pd.read_parquet(config.before / "influence.parquet")
+        shared = [name for name in config.lens.sources if name in set(stored["source"])]
+        frames = [before_and_after(stored, records, name).assign(source=name) for name in shared]
+        tables["before_and_after"] = pd.concat(frames, ignore_index=True)
+    return tables
 
 
 class CausalWorker(LensWorker):

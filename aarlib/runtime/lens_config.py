@@ -14,6 +14,8 @@ class LensRunConfig(Config):
     model: ModelConfig = ModelConfig()
     adapter: Path | None = None
     """Decompose the model with this adapter attached; relative to the config file."""
+    before: Path | None = None
+    """Run directory of the same texts decomposed without the adapter: shares of influence are compared with it."""
     lens: LensConfig
     ray: ActorsConfig = ActorsConfig()
     tracking: TrackingConfig = TrackingConfig()

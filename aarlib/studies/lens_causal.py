@@ -100,12 +100,16 @@ def attention(causal: pd.DataFrame) -> pd.DataFrame:
 
 
 def ioi_tables(causal: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """`ioi_heads`: every head, most direct effect first; `ioi`: the functional heads against the others."""
+    """`ioi_heads`: every head, most direct effect first; `ioi`: the functional heads against the others.
+
+    Functional heads are chosen on prompts with an even number, and their variance is reported on the others.
+    """
     part = _of(causal, record="ioi_heads")
     values = {
         name: part.pivot(index="document", columns="name", values=name_of) for name, name_of in _HEAD_VALUES.items()
     }
-    order = values["direct"].mean().abs().sort_values(ascending=False).index
+    chosen = values["direct"][values["direct"].index % 2 == 0]
+    order = chosen.mean().abs().sort_values(ascending=False).index
     maps = _of(causal, record="ioi_maps").pivot(index="document", columns="name", values="value")
     heads = []
     for name in order:
@@ -118,19 +122,28 @@ def ioi_tables(causal: pd.DataFrame) -> dict[str, pd.DataFrame]:
     difference = _of(causal, record="logit_difference")["value"]
     rows.append(_interval_row(difference > 0, measure="prompts with the answer above the repeated name"))
     rows.append(_interval_row(difference, measure="logit difference"))
+    measured = values["direct"].index % 2 == 1
     for side, text in (("last", "at the last token"), ("all", "over all tokens")):
-        both = [values[side][names].mean(axis=1) for names in (functional, others)]
+        variance = values[side][measured]
+        both = [variance[names].mean(axis=1) for names in (functional, others)]
         rows.append(_interval_row(both[0], measure=f"variance of the functional heads, {text}"))
         rows.append(_interval_row(both[1], measure=f"variance of the other heads, {text}"))
         rows.append(_interval_row(both[0] - both[1], measure=f"difference, {text}"))
+        same_layer = [variance[name] - variance[_neighbours(name, others)].mean(axis=1) for name in functional]
+        rows.append(_interval_row(sum(same_layer) / len(same_layer), measure=f"difference within the layer, {text}"))
         found = rank_correlation(values["direct"].mean().abs()[order].to_numpy(), values[side].mean()[order].to_numpy())
-        row = {"measure": f"rank correlation of |direct effect| and variance over heads, {text}", **found._asdict()}
-        rows.append({**row, "value": row.pop("mean")})
+        name = f"rank correlation of absolute direct effect and variance over heads, {text}"
+        rows.append({"measure": name, "value": found.mean, "low": found.low, "high": found.high})
     for names, text in ((functional, "functional"), (others, "other")):
         kept = [name for name in names if name in maps]
         if kept:
             rows.append(_interval_row(maps[kept].mean(axis=1), measure=f"map correlation, {text} heads"))
     return {"ioi_heads": pd.DataFrame(heads), "ioi": pd.DataFrame(rows)}
+
+
+def _neighbours(name: str, others: list[str]) -> list[str]:
+    """Other heads of the same layer."""
+    return [other for other in others if other.rsplit(".", 2)[0] == name.rsplit(".", 2)[0]]
 
 
 _HEAD_VALUES = {"direct": "direct", "last": "influence", "all": "influence_all"}
