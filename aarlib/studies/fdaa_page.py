@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from aarlib.studies.fdaa_paper import PAPER
+
 Rows = Sequence[Mapping[str, Any]]
 CONTROLS = ("vs_native", "vs_static", "vs_permuted", "vs_strongest")
 
@@ -76,6 +78,12 @@ def layers(rows: Rows) -> str:
         for row in rows
     ]  # fmt: skip
     return _table(head, body)
+
+
+def paper() -> str:
+    """What the paper quotes, with a column for ours."""
+    head = ["model", "trained in", "layers", "tested on", "against", "paper", "", "ours"]
+    return _table(head, [[*quoted[:5], f"{quoted.mean:+.5f}", quoted.spread, "not run"] for quoted in PAPER])
 
 
 def interval(row: Mapping[str, Any], name: str) -> str:
