@@ -4,6 +4,7 @@ A unit is a shard of windows at all audited layers: the prefix, the native suffi
 once and not once a layer. One record for each (window, layer, horizon); RECORD_COLUMNS.
 """
 
+import glob
 import json
 import logging
 import os
@@ -23,7 +24,6 @@ from aarlib.audit.replay import action_ce
 from aarlib.config import Config
 from aarlib.data.corpora import TextDocument, read_documents, separator_id, split_of, windows
 from aarlib.data.sampling import row_hash
-from aarlib.data.sources import expand_sources
 from aarlib.moe.anatomy import Anatomy, anatomy
 from aarlib.moe.loading import NANO, load_config, load_tokenizer, meta_model
 from aarlib.runtime.audit_config import AuditRunConfig
@@ -98,14 +98,18 @@ def check(config: AuditRunConfig) -> Anatomy:
 
 
 def draw_units(config: AuditRunConfig) -> list[dict[str, Any]]:
-    """Shards of windows with their audited positions; the same for any number of actors."""
+    """Shards of windows with their audited positions, seed by seed; the same for any number of actors."""
     tokenizer = load_tokenizer(config.model.name, config.model.revision)
     size = config.audit.windows_per_unit
+    drawn = {
+        domain: draw_windows(domain, source, config.audit, tokenizer) for domain, source in config.audit.domains.items()
+    }
     units = []
-    for domain, source in config.audit.domains.items():
-        drawn = draw_windows(domain, source, config.audit, tokenizer)
-        for start in range(0, len(drawn), size):
-            units.append({"id": f"{domain}-{start // size:04d}", "windows": drawn[start : start + size]})
+    for seed in config.audit.seeds:
+        for domain, rows in drawn.items():
+            own = [row for row in rows if row["seed"] == seed]
+            for start in range(0, len(own), size):
+                units.append({"id": f"{domain}-seed{seed}-{start // size:04d}", "windows": own[start : start + size]})
     return units
 
 
@@ -165,7 +169,12 @@ def domain_documents(source: str) -> Iterator[TextDocument]:
 
 
 def _text_files(pattern: str) -> list[str]:
-    return [pattern] if pattern.endswith(".txt") else expand_sources([pattern])
+    found = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
+    if not found:
+        raise ValueError(
+            f"audit.domains: {pattern!r} names no file; correct the path, or let `prepare` ingest the text"
+        )
+    return found
 
 
 def nano_documents(register: str, count: int) -> Iterator[TextDocument]:
