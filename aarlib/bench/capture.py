@@ -1,0 +1,163 @@
+"""Attention with windows against plain attention and against materialised attention, on the attention of `mid`.
+
+plain: torch's scaled_dot_product_attention, without windows. eager: what Hugging Face's eager attention and a hook on its weights
+amount to. ours: aarlib.moe.windows, the backward with the windows' gradient (`window_grad`) or without.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.models.olmoe.modeling_olmoe import eager_attention_forward
+
+from aarlib.bench.process import OutOfMemory, Turns, extra_peak, ratio, run_job, take_turns
+from aarlib.moe.windows import attention_with_windows
+
+HEADS, HEAD_DIM, WINDOW = 16, 64, 40
+JOB = "aarlib.bench.capture"
+TOLERANCE = 1e-5
+MEMORY_WAYS = ("plain", "ours", "eager")
+TARGETS = {
+    "forward / plain": 1.6,
+    "forward+backward / plain": 1.5,
+    "forward+backward, windows constant / plain": 1.4,
+}
+EAGER_TARGET = 4.0
+"""Times that the eager forward takes of ours, at 2048."""
+MEMORY_TARGET = 4.5
+"""Extra peak of ours, forward and backward, at 8192 over that at 2048."""
+
+
+class Problem(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    grad_output: Tensor
+    grad_windows: Tensor
+    window: int
+
+
+def problem(length: int, heads: int, head_dim: int, window: int) -> Problem:
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, heads, length, head_dim)
+    leaves = [torch.randn(shape, generator=generator).requires_grad_() for _ in range(3)]
+    grads = torch.randn(shape, generator=generator), torch.randn(1, length, window, generator=generator)
+    return Problem(*leaves, *grads, window)
+
+
+class _NoGroups:
+    num_key_value_groups = 1
+    training = False
+
+
+def plain(case: Problem) -> Tensor:
+    return scaled_dot_product_attention(case.query, case.key, case.value, is_causal=True)
+
+
+def ours(case: Problem, window_grad: bool = True) -> tuple[Tensor, Tensor]:
+    result = attention_with_windows(
+        *case[:3], mask=None, scale=case.query.shape[-1] ** -0.5, window=case.window, window_grad=window_grad
+    )
+    assert result.windows is not None
+    return result.output, result.windows
+
+
+def eager(case: Problem) -> tuple[Tensor, Tensor]:
+    """Hugging Face's eager attention; the windows cut from the head mean of its weights."""
+    length = case.query.shape[2]
+    mask = torch.full((1, 1, length, length), torch.finfo(torch.float32).min).triu(1)
+    output, weights = eager_attention_forward(_NoGroups(), *case[:3], mask, case.query.shape[-1] ** -0.5)  # pyright: ignore[reportArgumentType]
+    mean = torch.nn.functional.pad(weights.mean(1), (case.window - 1, 0))
+    columns = torch.arange(length)[:, None] + torch.arange(case.window)
+    return output.transpose(1, 2), mean.gather(2, columns[None])
+
+
+def backward(case: Problem, result: Any, windows: bool = True) -> None:
+    outputs, grads = [result] if isinstance(result, Tensor) else list(result), [case.grad_output, case.grad_windows]
+    count = len(outputs) if windows else 1
+    torch.autograd.grad(outputs[:count], case[:3], grads[:count])
+
+
+def forward_only(way: Callable[[Problem], Any], case: Problem) -> Callable[[], Any]:
+    def call() -> Any:
+        with torch.no_grad():
+            return way(case)
+
+    return call
+
+
+def timings(
+    length: int, rounds: int, with_eager: bool, heads: int = HEADS, head_dim: int = HEAD_DIM, window: int = WINDOW
+) -> dict[str, Any]:
+    """Turns of every way at one length. RuntimeError where ours and eager give different numbers."""
+    check(min(length, 1024), heads, head_dim, window)
+    case = problem(length, heads, head_dim, window)
+    calls = {
+        "plain": forward_only(plain, case),
+        "ours": forward_only(ours, case),
+        "plain, backward": lambda: backward(case, plain(case)),
+        "ours, backward": lambda: backward(case, ours(case)),
+        "ours, backward, windows constant": lambda: backward(case, ours(case, False), windows=False),
+    }
+    if with_eager:
+        calls["eager"] = forward_only(eager, case)
+        calls["eager, backward"] = lambda: backward(case, eager(case))
+    return {name: list(turns) for name, turns in take_turns(calls, rounds).items()}
+
+
+def check(length: int, heads: int, head_dim: int, window: int) -> None:
+    case = problem(length, heads, head_dim, window)
+    for found, expected in zip(ours(case), eager(case), strict=True):
+        worst = float((found - expected).detach().abs().max())
+        if not worst < TOLERANCE:
+            raise RuntimeError(f"ours and eager attention differ by {worst:.1e} at length {length}")
+
+
+def memory(
+    way: str, length: int, heads: int = HEADS, head_dim: int = HEAD_DIM, window: int = WINDOW
+) -> dict[str, float]:
+    """Extra peak of one forward and backward, after a short one that loads what is loaded once."""
+    run = {"plain": plain, "ours": ours, "eager": eager}[way]
+    backward(small := problem(64, heads, head_dim, min(window, 64)), run(small))
+    case = problem(length, heads, head_dim, window)
+    return {"extra_gib": extra_peak(lambda: backward(case, run(case)))}
+
+
+class Row(NamedTuple):
+    length: int
+    turns: dict[str, Turns]
+    memory_gib: dict[str, float | None]
+    """None: out of memory."""
+
+    def ratios(self) -> dict[str, float]:
+        turns = self.turns
+        values = {
+            "forward / plain": ratio(turns["ours"], turns["plain"]),
+            "forward+backward / plain": ratio(turns["ours, backward"], turns["plain, backward"]),
+            "forward+backward, windows constant / plain": ratio(
+                turns["ours, backward, windows constant"], turns["plain, backward"]
+            ),
+        }
+        if "eager" in turns:
+            values["eager forward / ours"] = ratio(turns["eager"], turns["ours"])
+            values["eager forward+backward / ours"] = ratio(turns["eager, backward"], turns["ours, backward"])
+        return values
+
+
+def run(lengths: Sequence[int], rounds: int, threads: int, limit_gib: float, **shape: int) -> list[Row]:
+    """Each length's turns in one process; memory of each way in its own, under `limit_gib`."""
+    rows = []
+    for length in lengths:
+        settings = {"length": length, "rounds": rounds, **shape}
+        found = run_job(f"{JOB}:timings", {**settings, "with_eager": True}, threads, limit_gib)
+        if isinstance(found, OutOfMemory):
+            found = run_job(f"{JOB}:timings", {**settings, "with_eager": False}, threads)
+        assert not isinstance(found, OutOfMemory)
+        peaks = {}
+        for way in MEMORY_WAYS:
+            peak = run_job(f"{JOB}:memory", {"way": way, "length": length, **shape}, threads, limit_gib)
+            peaks[way] = None if isinstance(peak, OutOfMemory) else peak["extra_gib"]
+        rows.append(Row(length, {name: Turns(*turns) for name, turns in found.items()}, peaks))
+    return rows
