@@ -16,7 +16,7 @@ class Cost(NamedTuple):
     num_trainable: int
     """Of the largest method."""
     flops_per_token: float
-    """Forward, recomputation where activations are checkpointed, and input gradients: the frozen base needs no weight gradients, one
+    """Forward, recomputation where activations are checkpointed, input gradients: the frozen base needs no weight gradients, one
     pass of full training. 2 per active parameter and pass; attention scores (1-2% at 512 tokens) are left out."""
     tokens_per_step: int
     """At most: every row full."""

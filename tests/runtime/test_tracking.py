@@ -1,9 +1,13 @@
 """MLflow as a sink: nested runs, runs of dead processes closed, refusals reported and survived."""
 
+import multiprocessing
+import os
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,14 +61,62 @@ def test_parent_children_metrics_and_abandoned_runs(tmp_path: Path) -> None:
     assert client.get_run(first.children["sft-seed0"]).info.status == "FAILED"
     parent = client.get_run(first.parent)
     assert parent.data.params["optim.global_batch"] == "4"
-    assert "data.train" not in parent.data.params
-    assert [file.path for file in client.list_artifacts(first.parent)] == ["config.json"]
+    assert parent.data.params["data.train"].startswith("sha256 ") and len(parent.data.params["data.train"]) == 71
+    assert [file.path for file in client.list_artifacts(first.parent)] == ["config.json", "long_params.json"]
+    assert "x" * 600 in (artifact(first.uri, first.parent) / "long_params.json").read_text()
     assert str(tmp_path) in parent.info.artifact_uri
 
     trial = tracking.start_trial(settings, folder, second)
     assert client.get_run(trial.children["aar-seed0"]).data.tags["mlflow.parentRunId"] == second.parent
     tracking.finish(trial, tracking.FINISHED, {})
     assert client.get_run(second.parent).info.status == "RUNNING"
+
+
+def artifact(uri: str, run_id: str) -> Path:
+    return Path(tracking._client(uri).get_run(run_id).info.artifact_uri.removeprefix("file://"))
+
+
+def _trial(number: int, inbox: Any, outbox: Any) -> None:
+    """A trial's life in a process of its own; trial 7 is killed before it ends."""
+    settings, sweep = inbox.get()
+    settings = settings.updated({"name": f"sweep/trials/{number:05d}"})
+    nested = tracking.start_trial(settings, claim(settings), sweep)
+    log = tracking.RunLogger(nested, "aar-seed0")
+    for step in range(4):
+        log.log({"train/ce": 3.0 - 0.1 * step, "held_out/ce": float(number)}, step)
+    if number == 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+    problems = [*nested.problems, *log.problems, *tracking.finish(nested, tracking.FINISHED, {"aar-seed0": "FINISHED"})]
+    outbox.put((number, problems))
+
+
+def test_eight_trials_at_once_on_an_empty_store(tmp_path: Path) -> None:
+    """Forked before this process opens the store, which none of them finds made."""
+    context = multiprocessing.get_context("fork")
+    inbox, outbox = context.Queue(), context.Queue()
+    trials = [context.Process(target=_trial, args=(number, inbox, outbox)) for number in range(8)]
+    for trial in trials:
+        trial.start()
+    settings = config(tmp_path).updated({"name": "sweep"})
+    sweep = tracking.start(settings, claim(settings), with_children=False)
+    assert sweep.parent is not None and not sweep.problems
+    for _ in trials:
+        inbox.put((settings, sweep))
+    for trial in trials:
+        trial.join(timeout=240)
+    assert [trial.exitcode for trial in trials] == [0] * 7 + [-signal.SIGKILL]
+    assert sorted(outbox.get(timeout=10) for _ in range(7)) == [(number, []) for number in range(7)]
+
+    client = tracking._client(sweep.uri)
+    nested = client.search_runs([sweep.experiment_id], f"tags.mlflow.parentRunId = '{sweep.parent}'")
+    trained = [run for run in nested if run.info.run_name.endswith("aar-seed0")]
+    assert sorted(run.data.metrics["held_out/ce"] for run in trained) == [float(number) for number in range(8)]
+    assert all(len(client.get_metric_history(run.info.run_id, "train/ce")) == 4 for run in trained)
+    assert {run.info.artifact_uri.startswith((tmp_path / "mlflow_artifacts").as_uri()) for run in nested} == {True}
+    killed = [run.info.run_id for run in trained if run.info.status == "RUNNING"]
+    assert len(killed) == 1 and client.get_run(killed[0]).data.metrics["held_out/ce"] == 7.0
+    tracking.start(settings, tmp_path / "sweep")
+    assert client.get_run(killed[0]).info.status == "FAILED"
 
 
 def test_refusals_are_reported_and_do_not_raise(tmp_path: Path) -> None:
