@@ -1,0 +1,124 @@
+"""Sweeps: bad and crashed trials do not end one, finished ones are kept; the scheduler sees what workers report and stops the worse."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+import pytest
+
+from tests.runtime.conversations import run_config, save_model, write_conversations
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytest.importorskip("ray")
+
+from ray import tune  # noqa: E402
+from ray.tune.search.optuna import OptunaSearch  # noqa: E402
+
+from aarlib.report.figures import DARK  # noqa: E402
+from aarlib.report.records import Sweep  # noqa: E402
+from aarlib.report.sweep_figures import sweep_overview  # noqa: E402
+from aarlib.runtime import tracking  # noqa: E402
+from aarlib.runtime.sweep import Study, asha, check_sweep, sweep  # noqa: E402
+from aarlib.training.config import RunConfig  # noqa: E402
+
+
+class Bench(NamedTuple):
+    model: Path
+    data: Path
+    storage: Path
+
+    def config(self, name: str) -> RunConfig:
+        return run_config(self.model, self.data, self.storage, name)
+
+
+@pytest.fixture(scope="module")
+def bench(local_ray: Any, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    folder = tmp_path_factory.mktemp("sweep")
+    return Bench(save_model(folder / "model"), write_conversations(folder / "rows.jsonl", 64), folder / "runs")
+
+
+def children(result: Any) -> dict[str, list[str]]:
+    """Status of each run under the sweep's parent, by the trial's number."""
+    client = tracking._client(result.tracking.uri)
+    parent = f"tags.mlflow.parentRunId = '{result.tracking.parent}'"
+    runs = client.search_runs([result.tracking.experiment_id], parent)
+    return {run.info.run_name: run.info.status for run in runs}
+
+
+def test_bad_and_crashed_trials_and_a_restored_sweep(bench: Bench) -> None:
+    study = Study(
+        space={"method.aar.window": tune.grid_search([2, 8, 400])},
+        fixed={"ray.num_workers": 1, "optim.max_steps": 3},
+    )
+    base = bench.config("swept")
+    trials = bench.storage / "swept-window" / "trials"
+    (trials / "00001").mkdir(parents=True)
+    (trials / "00001" / "thesis.tex").write_text("precious")
+    (bench.storage / "swept-window" / "config.json").write_text(
+        check_sweep(bench.config("other"), study, "window").updated({"name": "swept-window"}).to_json()
+    )
+    first = sweep(base, study, "window")
+    table = first.sweep.trials.set_index("trial")
+    assert table["status"].to_dict() == {"00000": "finished", "00001": "failed", "00002": "failed"}
+    assert "is no run directory" in table.loc["00001", "problem"]
+    assert "method.aar.window = 400 is longer than data.sequence_length = 48" in table.loc["00002", "problem"]
+    assert not (trials / "00002").exists()
+    assert children(first) == {"00000/aar-seed0": "FINISHED"}
+    finished = (trials / "00000" / "aar-seed0" / "result.json").stat().st_mtime_ns
+
+    (trials / "00001" / "thesis.tex").unlink()
+    second = sweep(base, study, "window")
+    table = second.sweep.trials.set_index("trial")
+    assert table["status"].to_dict() == {"00000": "finished", "00001": "finished", "00002": "failed"}
+    assert (trials / "00000" / "aar-seed0" / "result.json").stat().st_mtime_ns == finished
+    assert table.loc["00001", "method.aar.window"] == 8 and second.best["method.aar.window"] in (2, 8)
+    assert children(second) == {"00001/aar-seed0": "FINISHED"}
+    assert json.loads((trials / "00001" / "config.json").read_text())["method"]["aar"]["window"] == 8
+    assert (second.folder / "sweep.svg").read_text().count("<svg") == 1
+    assert max(len(path.name) for path in (second.folder / "ray_tune").iterdir()) < 80
+
+    edited = Study(space={"method.aar.window": tune.grid_search([2, 8])}, fixed=study.fixed)
+    with pytest.raises(ValueError, match=r"holds a sweep of the study as it was before \(space differ\)"):
+        sweep(base, edited, "window")
+
+
+def test_optuna_proposes_and_asha_stops_the_worse_trial_on_what_workers_report(bench: Bench) -> None:
+    """One trial at a time: the second learns nothing and is stopped at the first rung."""
+    points = [{"optim.learning_rate": 1e-2}, {"optim.learning_rate": 1e-12}]
+    study = Study(
+        space={"optim.learning_rate": tune.uniform(1e-12, 1e-2)},
+        fixed={"ray.num_workers": 1, "ray.cpus_per_worker": 5, "ray.checkpoint_every": 4, "optim.max_steps": 16},
+        num_samples=2,
+        scheduler=asha(grace_steps=4, reduction_factor=2),
+        search=partial(OptunaSearch, seed=0, points_to_evaluate=points),
+        time_budget_s=900,
+    )
+    result = sweep(bench.config("halved"), study, "rate")
+    table = result.sweep.trials
+    assert table["optim.learning_rate"].tolist() == [1e-2, 1e-12]
+    assert table["status"].tolist() == ["finished", "stopped"]
+    assert table["held_out_ce"].notna().all() and table["held_out_ce"].is_monotonic_increasing
+    good, bad = (result.folder / "trials" / trial / "aar-seed0" for trial in table["trial"])
+    curve = [json.loads(line) for line in (good / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in curve if "held_out/ce" in line] == [3, 7, 11]
+    assert len((bad / "rows.jsonl").read_text().splitlines()) < 16 and not (bad / "result.json").is_file()
+    assert sorted(children(result).values()) == ["FINISHED", "KILLED"]
+
+
+def test_the_figure_shows_numbers_layers_and_stopped_trials() -> None:
+    frame = pd.DataFrame(
+        {
+            "trial": ["0", "1", "2"],
+            "status": ["finished", "finished", "stopped"],
+            "held_out_ce": [1.0, 1.2, 1.5],
+            "method.aar.window": [4, 8, 40],
+            "method.aar.layers": [[0, 1, 2], [1], (2, 3)],
+        }
+    )
+    figure = sweep_overview(Sweep("x", frame), DARK)
+    parallel, *scatters = figure.axes
+    assert [label.get_text() for label in parallel.get_xticklabels()] == ["window", "layers", "held-out CE"]
+    assert sorted(line.get_linestyle() for line in parallel.lines[:3]) == ["-", "-", "--"]
+    assert [label.get_text() for label in scatters[1].get_xticklabels()] == ["0-2", "1", "2 3"]
