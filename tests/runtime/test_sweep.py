@@ -1,4 +1,4 @@
-"""Sweeps: bad and crashed trials do not end one, finished ones are kept; the scheduler sees what workers report and stops the worse."""
+"""Sweeps: bad and crashed trials do not end one, finished ones are kept; the scheduler stops the worse on what workers report."""
 
 import json
 from functools import partial
