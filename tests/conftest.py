@@ -20,7 +20,7 @@ import aarlib.training.config  # noqa: F401  (before the hook: beartype refuses 
 from tests.skips import read_allowed, unexplained
 
 install_import_hook(
-    [f"aarlib.{name}" for name in ("moe", "aar", "audit", "lens", "training", "data")], "beartype.beartype"
+    [f"aarlib.{name}" for name in ("moe", "aar", "audit", "fdaa", "lens", "training", "data")], "beartype.beartype"
 )
 
 ROOT = Path(__file__).parent.parent

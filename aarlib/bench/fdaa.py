@@ -1,4 +1,4 @@
-"""`bench train --method fdaa`: what the frozen prefix, its cache and a population of heads save, on `mid`.
+"""`bench fdaa`: what the frozen prefix, its cache and a population of heads save, on `mid`.
 
 The head acts at the last layer; a call is the forward and backward of one training step (the optimizer of 0.3M parameters is left
 out).

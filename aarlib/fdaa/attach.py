@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from aarlib.audit.actions import check_freedom
@@ -25,17 +26,17 @@ AnyConfig = FDAAConfig | StaticCalibratorConfig | FixedConfig
 
 
 class Scored(NamedTuple):
-    """What the head did at one layer: native weights [T, K] and scores [T, K], float32, with their graph."""
+    """What the head did at one layer: native weights and scores, float32, with their graph."""
 
-    weights: Tensor
-    scores: Tensor
+    weights: Float[Tensor, "T K"]
+    scores: Float[Tensor, "T K"]
 
 
 class Evaluated(NamedTuple):
-    """The router's own output at a layer, and the outputs u [T, K, D] of the experts it selected."""
+    """The router's own output at a layer, and the outputs u of the experts it selected."""
 
     native: RouterOutput
-    outputs: Tensor
+    outputs: Float[Tensor, "T K D"]
 
 
 class AggregationHandle:
@@ -169,8 +170,8 @@ class AggregationHandle:
 class _Pending(NamedTuple):
     """Expert outputs on their way from the router's wrapper to the experts' one."""
 
-    expert_ids: Tensor
-    outputs: Tensor
+    expert_ids: Int[Tensor, "T K"]
+    outputs: Float[Tensor, "T K D"]
     weights_dtype: torch.dtype
 
 
@@ -186,11 +187,11 @@ def evaluate(layer: LayerAnatomy, router: Callable[..., Any], hidden: Tensor) ->
     return Evaluated(native, expert_outputs(call, hidden.reshape(-1, hidden.shape[-1]), native.expert_ids))
 
 
-def weighted_sum(weights_TK: Tensor, outputs_TKD: Tensor) -> Tensor:
+def weighted_sum(weights: Float[Tensor, "T K"], outputs: Float[Tensor, "T K D"]) -> Float[Tensor, "T D"]:
     """m_t = sum_j w_j u_j, summed in float32, in the dtype of u."""
-    with exact_float32(outputs_TKD.device):
-        total_T1D = torch.bmm(weights_TK.float().unsqueeze(1), outputs_TKD.float())
-    return total_T1D.squeeze(1).to(outputs_TKD.dtype)
+    with exact_float32(outputs.device):
+        total_T1D = torch.bmm(weights.float().unsqueeze(1), outputs.float())
+    return total_T1D.squeeze(1).to(outputs.dtype)
 
 
 def attach_fdaa(model: nn.Module, config: AnyConfig, seed: int = 0, family: Family | None = None) -> AggregationHandle:
