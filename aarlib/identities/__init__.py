@@ -9,6 +9,8 @@ from aarlib.identities.fdaa import fixed_dispatch as fixed_dispatch
 from aarlib.identities.fdaa import head_bite as head_bite
 from aarlib.identities.fdaa import randomise_head as randomise_head
 from aarlib.identities.fdaa import step0_against_stock as step0_against_stock
+from aarlib.identities.lens import closure as closure
+from aarlib.identities.lens import parts_against_whole as parts_against_whole
 from aarlib.identities.routing import Bite as Bite
 from aarlib.identities.routing import batch_against_single as batch_against_single
 from aarlib.identities.routing import bite as bite

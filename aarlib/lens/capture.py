@@ -151,7 +151,7 @@ class _Taps:
         self.kept: dict[str, Any] = {}
 
     def flat(self, values: Tensor) -> Tensor:
-        values = values.reshape(-1, values.shape[-1])[self.rows]
+        values = values.reshape(-1, values.shape[-1]).to(self.rows.device)[self.rows]
         return values.float() if values.is_floating_point() else values
 
     def around(self, input_name: str | None = None, output_name: str | None = None) -> Wrapper:

@@ -44,10 +44,10 @@ def expert_tokens(reading: Reading, layer: int, only: int | None = None) -> Iter
 def neuron_activations(
     parts: Anatomy, experts: nn.Module, expert: int, hidden: Float[Tensor, "n D"]
 ) -> Float[Tensor, "n F"]:
-    weight = experts.get_parameter("gate_up_proj")[expert].detach().float()
+    weight = experts.get_parameter("gate_up_proj")[expert].detach().to(hidden.device, torch.float32)
     weight = weight.T if parts.family.experts_layout == "in_out" else weight
     bias = getattr(experts, "gate_up_proj_bias", None)
-    gate_up = linear(hidden, weight, None if bias is None else bias[expert].detach().float())
+    gate_up = linear(hidden, weight, None if bias is None else bias[expert].detach().to(hidden.device, torch.float32))
     if parts.family.experts_glu == "halves":
         gate, up = gate_up.chunk(2, dim=-1)
         return experts.act_fn(gate) * up  # pyright: ignore[reportCallIssue]
@@ -68,7 +68,9 @@ def expert_bias(reading: Reading, layer: int) -> Vector | None:
     if bias is None:
         return None
     routed = reading.capture.routed(layer)
-    values = torch.einsum("tk,tkd->td", routed.weights, bias.detach().float()[routed.expert_ids])
+    values = torch.einsum(
+        "tk,tkd->td", routed.weights, bias.detach().to(reading.projection.device, torch.float32)[routed.expert_ids]
+    )
     return Vector(f"moe.{layer}.bias", 2 * layer + 1, values)
 
 
@@ -95,7 +97,7 @@ class NeuronConstants:
         projection = self.projection
         start = projection.start(2 * layer + 1)
         matrix = projection.of_sublayer(layer, is_attention=False)[:, start:]
-        down = down_projection(projection.parts, projection.parts.layers[layer], expert)
+        down = down_projection(projection.parts, projection.parts.layers[layer], expert).to(projection.device)
         return (down @ matrix.flatten(1)).unflatten(1, matrix.shape[1:])
 
 

@@ -21,7 +21,9 @@ class Projection:
     def __init__(self, parts: Anatomy, receivers: Sequence[int] | None = None) -> None:
         self.parts = parts
         self.receivers = _check_receivers(parts, receivers)
-        columns = [_router_matrix(parts, parts.layers[index]) for index in self.receivers]
+        self.device = next(parts.decoder.parameters()).device
+        """Of the embedding: where everything is gathered if the layers are spread over several devices."""
+        columns = [_router_matrix(parts, parts.layers[index], self.device) for index in self.receivers]
         self.router: Float[Tensor, "D R E"] = torch.stack([column.weight for column in columns], dim=1)
         self.gamma: Float[Tensor, "D R"] = torch.stack([column.gamma for column in columns], dim=1)
         self.weight: Float[Tensor, "D R E"] = self.router * self.gamma[..., None]
@@ -37,14 +39,14 @@ class Projection:
         """The matrix for raw outputs of a sub-layer: with its own output norm's gamma where the sender is normalised."""
         if self.parts.family.norm_side == "receiver":
             return self.weight
-        gamma = norm_scale(self.parts, sender_norm(self.parts.layers[layer], is_attention))
+        gamma = norm_scale(self.parts, sender_norm(self.parts.layers[layer], is_attention)).to(self.device)
         return self.weight * gamma[:, None, None]
 
     def of_heads(self, layer: int) -> Float[Tensor, "H Dv R E"]:
         """The output projection folded in: from each head's output straight to the routers' scores."""
         if layer not in self._heads:
             anatomy = self.parts.layers[layer]
-            output = anatomy.output_projection.get_parameter("weight").detach().float()
+            output = anatomy.output_projection.get_parameter("weight").detach().to(self.device, torch.float32)
             matrix = self.of_sublayer(layer, is_attention=True)
             folded = (output.T @ matrix.flatten(1)).unflatten(1, matrix.shape[1:])
             self._heads[layer] = folded.unflatten(0, (num_heads(self.parts, anatomy), -1))
@@ -58,15 +60,15 @@ class _RouterMatrix(NamedTuple):
     bias: Float[Tensor, " E"] | None
 
 
-def _router_matrix(parts: Anatomy, layer: LayerAnatomy) -> _RouterMatrix:
+def _router_matrix(parts: Anatomy, layer: LayerAnatomy, device: torch.device) -> _RouterMatrix:
     assert layer.router is not None
     router = attached_router(layer.router) or layer.router
-    weight = router.get_parameter("weight").detach().float().T
+    weight = router.get_parameter("weight").detach().to(device, torch.float32).T
     receives = parts.family.norm_side == "receiver"
-    gamma = norm_scale(parts, layer.moe_norm) if receives else torch.ones_like(weight[:, 0])
+    gamma = norm_scale(parts, layer.moe_norm).to(device) if receives else torch.ones_like(weight[:, 0])
     name = "bias" if router is not layer.router else parts.family.router_bias
     bias = getattr(router, name) if name is not None else None
-    return _RouterMatrix(weight, gamma, None if bias is None else bias.detach().float())
+    return _RouterMatrix(weight, gamma, None if bias is None else bias.detach().to(device, torch.float32))
 
 
 def sender_norm(layer: LayerAnatomy, is_attention: bool) -> torch.nn.Module:

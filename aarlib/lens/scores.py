@@ -149,7 +149,9 @@ def attention_bias(reading: Reading, layer: int) -> Vector | None:
     bias = getattr(reading.parts.layers[layer].output_projection, "bias", None)
     if bias is None:
         return None
-    values = bias.detach().float().expand_as(reading.capture.layers[layer].attention)
+    values = (
+        bias.detach().to(reading.projection.device, torch.float32).expand_as(reading.capture.layers[layer].attention)
+    )
     return Vector(f"attn.{layer}.bias", 2 * layer, values)
 
 
@@ -209,8 +211,10 @@ def slot_outputs(reading: Reading, layer: int) -> Float[Tensor, "T K D"]:
     experts = reading.parts.layers[layer].experts
     assert experts is not None
     routed = reading.capture.routed(layer)
+    device = next(experts.parameters()).device
     with torch.no_grad(), in_float32(experts):
-        return expert_outputs(experts, routed.hidden, routed.expert_ids).float()
+        outputs = expert_outputs(experts, routed.hidden.to(device), routed.expert_ids.to(device))
+    return outputs.to(routed.hidden.device, torch.float32)
 
 
 def expert_scores(reading: Reading, layers: tuple[int, ...] | None = None) -> Iterator[SlotBlock]:

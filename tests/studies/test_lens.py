@@ -1,0 +1,165 @@
+"""The lens's tables by hand, on records small enough to add up in the head, and on records of a tiny corpus."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.stats import spearmanr
+
+from aarlib.studies import lens, lens_causal
+from aarlib.studies.lens_samples import mean_interval, resampled, senders_of
+
+
+def record(document, sender, receiver, variance, aps=1.0, ans=-1.0, aarv=0.0, level="layer", tokens=10, **more):
+    first = {"variance_first": variance / 10, "aps_first": aps / 10, "ans_first": ans / 10, "first_tokens": 1}
+    return {
+        **{"record": "moments", "source": "text", "level": level, "document": document, "sender": sender},
+        **{"receiver": receiver, "variance": variance, "aps": aps, "ans": ans, "aarv": aarv, "tokens": tokens},
+        **{"unit": f"text-{document:04d}", **first, **more},
+    }
+
+
+@pytest.fixture(scope="module")
+def records():
+    """Two documents; at router 1 the MoE sender has twice the variance of attention, at router 2 half."""
+    rows = []
+    for document in (0, 1):
+        for receiver in (0, 1, 2):
+            rows.append(record(document, "embedding", receiver, 8.0 / (1 + receiver)))
+            for layer in range(receiver + 1):
+                rows.append(
+                    record(document, f"attn.{layer}", receiver, 4.0, aps=2.0 if layer == receiver else 1.0, aarv=4.0)
+                )
+                if layer < receiver:
+                    rows.append(record(document, f"moe.{layer}", receiver, 8.0 if receiver == 1 else 2.0, aarv=8.0))
+    return pd.DataFrame(rows)
+
+
+@pytest.fixture(scope="module")
+def layers(records):
+    return senders_of(records, "text", "layer")
+
+
+def value(frame, column="value", **where):
+    for name, wanted in where.items():
+        frame = frame[frame[name] == wanted]
+    assert len(frame) == 1, where
+    return frame.iloc[0][column]
+
+
+def test_records_become_documents_by_senders_by_receivers(layers):
+    assert layers.sums["variance"].shape == (2, 6, 3)
+    assert layers.frame().loc["moe.0", 1] == pytest.approx(0.8)
+    assert np.isnan(layers.frame().loc["moe.1", 1])
+    assert layers.frame(without_first=True).loc["moe.0", 1] == pytest.approx(2 * (8.0 - 0.8) / 18)
+    with pytest.raises(ValueError, match="source = 'other', level = 'layer': no records"):
+        senders_of(pd.DataFrame([record(0, "attn.0", 0, 1.0)]), "other", "layer")
+
+
+def test_kinds_compare_senders_of_the_same_layers(layers):
+    table = lens.kinds(layers)
+    assert value(table, receiver=1, measure="moe / attn") == pytest.approx(2.0)
+    assert value(table, receiver=2, measure="moe / attn") == pytest.approx(0.5)
+    assert value(table, receiver=2, measure="attn") == pytest.approx(0.4)
+
+
+def test_the_embedding_falls_with_depth(layers):
+    table = lens.embedding(layers)
+    assert [value(table, receiver=r, measure="variance") for r in (0, 1, 2)] == pytest.approx([0.8, 0.4, 0.8 / 3])
+    assert value(table, receiver=0, measure="share") == pytest.approx(8 / 12)
+
+
+def test_promotion_is_nearer_where_near_senders_score_higher(layers):
+    table = lens.locality(layers)
+    distances = [0, 0, 1, 0, 1, 2, 1, 1, 2]
+    weights = [2, 2, 1, 2, 1, 1, 1, 1, 1]
+    expected = np.average(distances, weights=weights)
+    assert value(table, measure="distance weighted by APS") == pytest.approx(expected)
+    assert value(table, measure="distance weighted by |ANS|") == pytest.approx(np.mean(distances))
+    assert value(table, measure="|ANS| minus APS") == pytest.approx(np.mean(distances) - expected)
+    assert value(table, measure="unweighted") == pytest.approx(np.mean(distances))
+
+
+def test_positions(layers):
+    table = lens.first_position(layers)
+    assert value(table, kind="attn", measure="all positions") == pytest.approx(0.4)
+    assert value(table, kind="attn", measure="the first alone") == pytest.approx(0.4)
+
+
+def test_variance_and_aarv_agree_where_they_rise_together(layers):
+    table = lens.variance_against_aarv({"layer": layers})
+    variances, variations = [4.0, 4.0, 8.0, 4.0], [0.0, 4.0, 8.0, 4.0]
+    assert value(table, receiver="1") == pytest.approx(spearmanr(variances, variations).statistic)
+    exact = lens.rank_correlation(np.arange(9.0), np.arange(9.0) ** 2)
+    assert exact.mean == pytest.approx(1.0) and exact.low == pytest.approx(1.0)
+    opposed = lens.rank_correlation(np.arange(9.0), -np.arange(9.0))
+    assert opposed.mean == pytest.approx(-1.0)
+
+
+def test_top_senders_and_their_share():
+    rows = [
+        record(
+            unit, f"moe.0.expert.{expert}", 1, 4.0 if expert == 2 else 1.0, level="expert", selected=5, largest=expert
+        )
+        for unit in (0, 1)
+        for expert in range(4)
+    ]
+    experts = senders_of(pd.DataFrame(rows), "text", "expert")
+    table = lens.top_senders(experts, count=2)
+    assert table.iloc[0]["sender"] == "moe.0.expert.2"
+    assert table.iloc[0]["share"] == pytest.approx(4 / 7)
+    assert table.iloc[0]["selection rate"] == pytest.approx(0.5)
+    assert table.iloc[0]["conditional mean"] == pytest.approx(0.8)
+    assert lens.concentration({"expert": experts}).iloc[0]["value"] == pytest.approx(4 / 7)
+    overlap = lens.super_experts(experts, count=2).iloc[0]
+    assert overlap["in both"] == 1 and overlap["by chance"] == pytest.approx(1.0)
+
+
+def test_recall_beside_chance_and_the_commonest_experts():
+    recall = [
+        {"record": "recall", "source": "text", "document": d, "receiver": 2, "lag": 1, "tokens": 10, "value": v}
+        for d, v in ((0, 8.0), (1, 6.0))
+    ]
+    counts = [
+        {"record": "counts", "source": "text", "sender": str(e), "receiver": 2, "tokens": 20, "value": c}
+        for e, c in enumerate((20.0, 12.0, 6.0, 2.0))
+    ]
+    row = lens.recall(pd.DataFrame([*recall, *counts]), "text").iloc[0]
+    assert (row["value"], row["chance"], row["commonest"]) == pytest.approx((0.7, 0.5, 0.8))
+
+
+def test_before_and_after_are_shares_of_the_same_documents(records):
+    after = records.copy()
+    after.loc[after["sender"] == "embedding", "variance"] *= 3
+    table = lens.before_and_after(records, after, "text")
+    assert value(table, receiver=0, sender="embedding", column="before") == pytest.approx(8 / 12)
+    assert value(table, receiver=0, sender="embedding") == pytest.approx(24 / 28 - 8 / 12)
+    assert value(table, receiver=0, sender="attn.0") < 0
+
+
+def test_intervals_hold_the_mean_and_are_the_same_every_time():
+    values = np.random.default_rng(0).normal(size=50)
+    first, second = mean_interval(values), mean_interval(values)
+    assert first == second and first.low < values.mean() < first.high
+    assert resampled(values[:, None]).draws.shape == (10_000, 1)
+
+
+def test_removal_tables_keep_the_groups_apart():
+    rows = []
+    for document in range(6):
+        for group, delta in (("top", 0.5), ("bottom", 0.0)):
+            fields = {"record": "ablation", "document": document, "name": group, "how": "zero", "group": group}
+            rows.append({**fields, "ce_delta": delta + 0.01 * document})
+            rows.append({**fields, "receiver": 2, "picks_changed": delta, "logits_moved": delta})
+            rows += [{**row, "how": "route_around"} for row in rows[-2:]]
+        for how, name, delta in (("alone", "0", 0.3), ("alone", "1", 0.1), ("lowest", "1", 0.1), ("highest", "0", 0.3)):
+            rows.append({"record": "attention", "document": document, "how": how, "name": name, "ce_delta": delta})
+        rows.append({"record": "coexistence", "document": document, "name": "both", "ce_delta": 0.1})
+        for name in ("first", "second"):
+            rows.append({"record": "coexistence", "document": document, "name": name, "ce_delta": 0.1})
+    rows.append({"record": "activation", "name": "stock", "receiver": 2, "value": 0.4, "influence": 0.1})
+    tables = lens_causal.causal_tables(pd.DataFrame(rows))
+    found = tables["ablation"]
+    assert value(found, group="top", how="zero", measure="ce_delta") == pytest.approx(0.525)
+    assert value(found, group="bottom", how="route_around", measure="picks_changed") == 0
+    assert value(tables["attention"], how="highest minus lowest") == pytest.approx(0.2)
+    assert value(tables["coexistence"], without="stock", measure="second expert chosen") == 0.4
