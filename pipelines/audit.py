@@ -1,21 +1,28 @@
 """Audit how a model weighs the experts it has selected: exact losses of fixed-dispatch actions, gradient utilities, predictors.
 
 One unit of work per shard of windows, at all audited layers, spread over ray.num_actors; run again, it repeats nothing. Writes
-records.parquet, tables and figures into the run directory and logs to MLflow.
+records.parquet, tables.json and figures into the run directory and logs to MLflow; `--page` also puts the tables into a page.
 """
 
-import json
 import logging
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from aarlib.runtime.audit_config import AuditRunConfig
 from pipelines.command_line import parse_verb
 
 
+@dataclass(frozen=True)
+class Flags:
+    page: Path | None = None
+    """A Markdown page whose tables are filled; the results go to results/<its name>.json beside it."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse_verb(AuditRunConfig, __doc__, argv)
+    arguments = parse_verb(AuditRunConfig, __doc__, argv, flags=Flags)
     config = arguments.config
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("aarlib").setLevel(logging.INFO)
@@ -24,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         print(describe(config))
         if not arguments.dry_run:
-            run(config)
+            run(config, arguments.extras.page)
     except (ValueError, UnitsError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -46,14 +53,14 @@ def describe(config: AuditRunConfig) -> str:
     )
 
 
-def run(config: AuditRunConfig) -> None:
+def run(config: AuditRunConfig, page: Path | None = None) -> None:
     from aarlib.config import write_text_atomically
     from aarlib.report.audit_figures import write_figures
     from aarlib.runtime.audit import audit, check, metrics_of
     from aarlib.runtime.cluster import connect
     from aarlib.runtime.run_directory import claim, held
     from aarlib.runtime.tracking import single_run
-    from aarlib.studies.audit_page import results, tables
+    from aarlib.studies.audit_page import fill, frame_of, results, tables, to_json
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with held(config) as folder:  # pyright: ignore[reportArgumentType]
@@ -63,10 +70,15 @@ def run(config: AuditRunConfig) -> None:
             records = audit(config, folder)
             about = {"config": config.model_dump(mode="json", exclude={"ray", "tracking"})}
             found = results(records, check(config).num_experts, config.audit.predictors, about)
-            write_text_atomically(folder / "tables.json", json.dumps(found, indent=0))
-            logger.log(metrics_of(found), 0)
-        figures = write_figures(found, folder / "figures")
-    for name, table in tables(found).items():
+            write_text_atomically(folder / "tables.json", to_json(found))
+            measures = frame_of(found, "measures")
+            logger.log(metrics_of(measures, frame_of(found, "noise")), 0)
+        figures = write_figures(measures, frame_of(found, "by_rank"), folder / "figures")
+    shown = tables(found)
+    if page is not None:
+        write_text_atomically(page, fill(page.read_text(encoding="utf-8"), shown))
+        write_text_atomically(page.parent / "results" / f"{page.stem}.json", to_json(found))
+    for name, table in shown.items():
         print(f"\n{name}\n{table}")
     print(f"\nrun directory: {folder} ({len(records)} records, {len(figures)} figures)")
 

@@ -1,8 +1,6 @@
 """The audit's figures from its results: utility by router rank, captured share, gain by layer with intervals."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -13,10 +11,9 @@ from aarlib.report.figures import LIGHT, styles
 ALL, POOLED = "all", "pooled"
 
 
-def write_figures(results: Mapping[str, Any], folder: Path) -> list[Path]:
-    """PNG files of every horizon; returns their paths."""
+def write_figures(measures: pd.DataFrame, ranks: pd.DataFrame, folder: Path) -> list[Path]:
+    """A PNG file for every horizon of the audit's tables `measures` and `by_rank`; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    measures, ranks = pd.DataFrame(results["measures"]), pd.DataFrame(results["by_rank"])
     paths = []
     for horizon in dict.fromkeys(measures["horizon"]):
         figure = Figure(figsize=(13, 3.6), layout="constrained")

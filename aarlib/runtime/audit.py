@@ -29,6 +29,7 @@ from aarlib.moe.loading import NANO, load_config, load_tokenizer, meta_model
 from aarlib.runtime.audit_config import AuditRunConfig
 from aarlib.runtime.evaluation import load_base
 from aarlib.runtime.units import Resources, Unit, run_units
+from aarlib.studies.audit import ALL_SEEDS, POOLED
 from aarlib.training.adapter import load_adapter
 from aarlib.training.config import ModelConfig
 
@@ -299,14 +300,11 @@ class _UnitSettings(Config):
     predictors: bool
 
 
-def metrics_of(results: Mapping[str, Any]) -> dict[str, float]:
+def metrics_of(measures: pd.DataFrame, noise: pd.DataFrame) -> dict[str, float]:
     """MLflow metrics: every measure with layers and seeds pooled, and the noise floors."""
-    metrics = {
-        f"audit/{row['domain']}/{row['horizon']}/{row['measure']}": row["value"]
-        for row in results["measures"]
-        if row["layer"] == "pooled" and row["seed"] == "all" and row["value"] is not None
-    }
-    return metrics | {f"audit/noise_floor/{row['horizon']}": row["noise_floor"] for row in results["noise"]}
+    pooled = measures[(measures["layer"] == POOLED) & (measures["seed"] == ALL_SEEDS) & measures["value"].notna()]
+    metrics = {f"audit/{row.domain}/{row.horizon}/{row.measure}": row.value for row in pooled.itertuples()}
+    return metrics | {f"audit/noise_floor/{row.horizon}": row.noise_floor for row in noise.itertuples()}  # pyright: ignore[reportReturnType]
 
 
 def actions_of(parts: Anatomy) -> tuple[str, ...]:

@@ -1,5 +1,7 @@
 """The audit's results as JSON and as Markdown tables: what docs/studies/audit.md shows and `audit` prints."""
 
+import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +12,7 @@ from aarlib.studies.audit import ALL_SEEDS, POOLED, audit_tables
 from aarlib.studies.audit_predictors import predictor_tables
 
 DIGITS = 7
+_TABLE = re.compile(r"<!-- table: (?P<name>[a-z0-9_]+) -->.*?<!-- end -->", re.DOTALL)
 Results = dict[str, Any]
 HEADROOM = {
     "structured_oracle": "structured oracle",
@@ -49,11 +52,37 @@ def results(records: pd.DataFrame, num_experts: int, predictors: bool, about: Ma
     tables["measures"] = kept.reset_index(drop=True)
     if predictors:
         tables |= predictor_tables(records, num_experts)
-    return {"about": dict(about), **{name: _rows(frame) for name, frame in tables.items()}}
+    return {"about": dict(about), **{name: _columns(frame) for name, frame in tables.items()}}
 
 
-def _rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    return [{key: _plain(value) for key, value in row.items()} for row in frame.to_dict("records")]
+def _columns(frame: pd.DataFrame) -> dict[str, Any]:
+    rows = [[_plain(value) for value in row] for row in frame.itertuples(index=False, name=None)]
+    return {"columns": list(frame.columns), "rows": rows}
+
+
+def frame_of(found: Results, name: str) -> pd.DataFrame:
+    """One table of the results."""
+    return pd.DataFrame(found[name]["rows"], columns=found[name]["columns"])
+
+
+def to_json(found: Results) -> str:
+    """One row of a table a line."""
+    parts = [f'"about": {json.dumps(found["about"])}']
+    for name in found.keys() - {"about"}:
+        rows = ",\n".join(json.dumps(row) for row in found[name]["rows"])
+        parts.append(f'"{name}": {{"columns": {json.dumps(found[name]["columns"])}, "rows": [\n{rows}\n]}}')
+    return "{\n" + ",\n".join(sorted(parts)) + "\n}\n"
+
+
+def fill(page: str, shown: Mapping[str, str]) -> str:
+    """`page` with the table between each `<!-- table: name -->` and `<!-- end -->` replaced; ValueError for an unknown one."""
+
+    def table(match: re.Match[str]) -> str:
+        if match["name"] not in shown:
+            raise ValueError(f"the page asks for table {match['name']!r}; there are {', '.join(shown)}")
+        return f"<!-- table: {match['name']} -->\n\n{shown[match['name']]}\n\n<!-- end -->"
+
+    return _TABLE.sub(table, page)
 
 
 def _plain(value: Any) -> Any:
@@ -70,7 +99,7 @@ def _plain(value: Any) -> Any:
 
 def tables(found: Results) -> dict[str, str]:
     """Markdown tables by name, from the JSON alone."""
-    frame = pd.DataFrame(found["measures"])
+    frame = frame_of(found, "measures")
     shown = {}
     for horizon in dict.fromkeys(frame["horizon"]):
         part = frame[frame["horizon"] == horizon]
@@ -84,12 +113,12 @@ def tables(found: Results) -> dict[str, str]:
         shown[f"layers_{horizon}"] = _by_layer(part)
     full = frame[frame["horizon"] == frame["horizon"].iloc[0]]
     shown["seeds"] = _by_seed(full)
-    shown["ranks"] = _ranks(pd.DataFrame(found["by_rank"]))
-    shown["choices"] = _choices(pd.DataFrame(found["choices"]))
-    shown["noise"] = _noise(found["noise"])
+    shown["ranks"] = _ranks(frame_of(found, "by_rank"))
+    shown["choices"] = _choices(frame_of(found, "choices"))
+    shown["noise"] = _noise(frame_of(found, "noise").to_dict("records"))
     if "fits" in found:
-        shown["fits"] = _fits(pd.DataFrame(found["fits"]))
-        shown["predictors"] = _predictors(pd.DataFrame(found["predictors"]))
+        shown["fits"] = _fits(frame_of(found, "fits"))
+        shown["predictors"] = _predictors(frame_of(found, "predictors"))
     return shown
 
 

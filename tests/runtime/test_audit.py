@@ -17,7 +17,7 @@ from aarlib.audit.config import FIRST_POSITION
 from aarlib.moe.loading import load_model, load_tokenizer
 from aarlib.runtime.audit import RECORD_COLUMNS, Auditor, audit, check, domain_documents, draw_units, draw_windows
 from aarlib.runtime.audit_config import AuditRunConfig
-from aarlib.studies.audit_page import results, tables
+from aarlib.studies.audit_page import results, tables, to_json
 from aarlib.studies.audit_samples import document_of
 from aarlib.training.adapter import save_adapter
 from tests.tiny import tiny_model
@@ -125,7 +125,7 @@ def test_one_actor_or_four_and_a_killed_one_give_the_same_rows(tmp_path, local_r
     pd.testing.assert_frame_equal(audit(chosen, tmp_path / "four"), four)
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "four" / "units" / "parts").iterdir()}
     assert (tmp_path / "four" / "records.parquet").is_file()
-    found = json.loads(json.dumps(results(four, 16, False, {})))
+    found = json.loads(to_json(results(four, 16, False, {})))
     assert {"headroom_full", "router_8", "gradient_full", "layers_full", "seeds", "noise"} <= set(tables(found))
 
 
