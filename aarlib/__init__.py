@@ -27,6 +27,8 @@ __getattr__, __dir__ = lazy_attributes(
     },
     submodules=(
         "aar",
+        "audit",
+        "bench",
         "config",
         "data",
         "fdaa",
@@ -37,6 +39,7 @@ __getattr__, __dir__ = lazy_attributes(
         "report",
         "runtime",
         "stats",
+        "studies",
         "training",
     ),
 )
