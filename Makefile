@@ -1,11 +1,11 @@
-# make demo | make test | make check. Everything lives in ./.venv, remade only where pyproject.toml has changed.
+# make demo | make test | make check | make families. Everything lives in ./.venv, remade only where pyproject.toml has changed.
 #   PYTHON=...        the interpreter that makes the environment (3.11 or 3.12)
 #   PYTEST_ARGS=...   more arguments for pytest, e.g. PYTEST_ARGS='tests/moe -x', or '-n 0' for one process
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check
+.PHONY: help venv demo test check families
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -53,3 +53,6 @@ check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/basedpyright
+
+families: venv
+	$(BIN)/python -m tests.families $(FAMILIES)

@@ -16,7 +16,8 @@ import pytest
 from jaxtyping import install_import_hook
 
 import aarlib.audit.config  # noqa: F401  (before the hook: beartype refuses Self on methods)
-import aarlib.training.config  # noqa: F401  (before the hook: beartype refuses Self on methods)
+import aarlib.lens.config  # noqa: F401  (before the hook: beartype refuses Self on methods)
+import aarlib.training.config  # noqa: F401
 from tests.skips import read_allowed, unexplained
 
 install_import_hook(

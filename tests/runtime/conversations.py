@@ -9,9 +9,9 @@ from aarlib.training.config import RunConfig
 from tests.tiny import tiny_model
 
 
-def save_model(folder: Path, **overrides: object) -> Path:
+def save_model(folder: Path, family: str = "olmoe", **overrides: object) -> Path:
     tokenizer = load_tokenizer("nano")
-    tiny_model("olmoe", vocab_size=len(tokenizer), **overrides).save_pretrained(folder)
+    tiny_model(family, vocab_size=len(tokenizer), **overrides).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
