@@ -56,7 +56,9 @@ def test_units_alternate_domains_and_small_domains_start_again() -> None:
         assert row.startswith("ab"[place // 4 % 2])
     counts = Counter(row for row in order.values())
     assert all(counts[row] >= 1 for row in ids[0]) and {counts[row] for row in ids[1]} == {4}
-    assert [order[p] for p in (4, 5, 6)] != [order[p] for p in (7, 12, 13)]
+    stream = [order[place] for place in sorted(order) if place // 4 % 2 == 1]
+    passes = {tuple(stream[start : start + 3]) for start in range(0, 12, 3)}
+    assert len(passes) > 1 and all(set(rows) == set(ids[1]) for rows in passes)
     assert unit_order(ids, 4, "0/1") != places and unit_order(ids, 4, "0/0") == places
 
 
@@ -106,7 +108,7 @@ def lines(folder: Path, name: str, run: str, file: str) -> list[Any]:
 def test_workers_a_population_and_the_cache_change_nothing(local_ray: Any, folder: Path) -> None:
     two = {"two": {"name": "fdaa", "layers": [1, 2], "kl_weight": 0.5}, "fdaa": {"name": "fdaa", "layers": [1, 2]}}
     train(config(folder, "alone", **{"ray.num_workers": 2}))
-    train(config(folder, "one", **{"ray.num_workers": 1, "optim.micro_batch": 4}))
+    train(config(folder, "one", **{"ray.num_workers": 1}))
     together = {"optim.population": True, "optim.prefix_cache_gib": 0.01, "ray.num_workers": 1, "seeds": [0, 1]}
     static = {"static": {"name": "static_calibrator", "layers": [1, 2]}}
     train(config(folder, "together", **together, method=two | static))
@@ -115,9 +117,9 @@ def test_workers_a_population_and_the_cache_change_nothing(local_ray: Any, folde
     assert not list((folder / "runs" / "together" / "prefix_cache").glob("*"))
     moved = max(float(tensor.abs().max()) for key, tensor in alone["fdaa-seed0"].items() if "score" in key)
     assert moved > 1e-2
-    for other, tolerance in ((one, 1e-5), (all_of, 1e-5)):
-        for key, tensor in alone["fdaa-seed0"].items():
-            assert float((other["fdaa-seed0"][key] - tensor).abs().max()) < tolerance
+    for ours, theirs, tolerance in ((one, alone, 1e-5), (all_of, one, 1e-6)):
+        for key, tensor in theirs["fdaa-seed0"].items():
+            assert float((ours["fdaa-seed0"][key] - tensor).abs().max()) < tolerance
     difference = all_of["two-seed0"]["head.mix.weight"] - all_of["fdaa-seed0"]["head.mix.weight"]
     assert float(difference.abs().max()) > 1e-4
     metrics = lines(folder, "together", "fdaa-seed0", "metrics.jsonl")[-1]
