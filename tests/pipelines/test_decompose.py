@@ -1,0 +1,108 @@
+"""The verb: shipped configs, what dies before a model is loaded, and a whole small run on generated text, taken up again."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from aarlib.runtime.lens import COLUMNS
+from aarlib.runtime.lens_config import LensRunConfig
+from pipelines import decompose
+
+CONFIGS = Path(__file__).parents[2] / "pipelines" / "configs"
+SHIPPED = sorted(path.name for path in CONFIGS.glob("*lens*.toml"))
+
+SMALL = """
+name = "small"
+[model]
+name = "nano"
+[lens]
+documents_per_unit = 4
+causal_source = "text"
+causal_documents = 4
+ablated_experts = 2
+ioi_prompts = 6
+[lens.sources.text]
+source = "{text}"
+documents = 12
+length = 16
+[ray]
+storage = "{folder}"
+"""
+
+
+def test_the_papers_models_are_shipped():
+    assert [
+        *("deepseek_v2_lite_lens.toml", "mixtral_lens.toml", "nano_lens.toml", "nano_lens_aar.toml"),
+        *("olmoe_lens.toml", "qwen3_30b_lens.toml"),
+    ] == SHIPPED
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_config_dry_runs(name, capsys):
+    assert decompose.main([str(CONFIGS / name), "--dry-run"]) == 0
+    assert LensRunConfig.from_toml(CONFIGS / name).name == Path(name).stem
+    shown = capsys.readouterr().out
+    assert {"deepseek": "64 experts, top-6", "mixtral_": "8 experts, top-2", "qwen3_30": "128 experts, top-8"}.get(
+        name[:8], "experts"
+    ) in shown
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lens")
+    texts = [
+        f"Number {n}: the old map of the harbour shows {n + 2} ships and a long road to the market." * 2
+        for n in range(7)
+    ]
+    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    path = folder / "small.toml"
+    path.write_text(SMALL.format(text=folder / "text.jsonl", folder=folder / "runs"))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("--lens.receivers=[3, 9]", "lens.receivers: layers [9] have no router; layers that have one: 0, 1, 2"),
+        ("--lens.sources.text.length=900", "lens.sources.text.length = 900 is more than the model's context of 512"),
+        ("--lens.causal_source=books", "causal_source = 'books' is none of the sources: text"),
+        ('--lens.levels=["head"]', "levels must hold 'layer'"),
+        ('--lens.levels=["layer"]', "causal_source needs the level 'expert'"),
+        ("--lens.documents_pre_unit=4", "unknown key 'lens.documents_pre_unit'; did you mean 'documents_per_unit'?"),
+    ],
+)
+def test_a_wrong_config_dies_before_anything_is_loaded(config, override, message, capsys):
+    try:
+        code = decompose.main([str(config), override, "--dry-run"])
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_run_writes_records_tables_figures_and_a_page_and_is_taken_up_again(config, local_ray, capsys):
+    page = config.parent / "page.md"
+    page.write_text("<!-- table small kinds source=text -->\n<!-- end -->\n")
+    (config.parent / "results").mkdir()
+    assert decompose.main([str(config), f"--page={page}"]) == 0
+    folder = config.parent / "runs" / "small"
+    records, taken = (pd.read_parquet(folder / f"{name}.parquet") for name in ("influence", "causal"))
+    assert list(records.columns) == list(COLUMNS)
+    layers = records[(records["record"] == "moments") & (records["level"] == "layer")]
+    assert sorted(layers["document"].unique()) == list(range(12))
+    assert layers.groupby("document")["chunk"].first().tolist() == [0.0] * 7 + [1.0] * 5
+    assert set(taken["record"]) == {
+        *("ablation", "coexistence", "activation", "attention"),
+        *("ioi_heads", "ioi_maps", "logit_difference"),
+    }
+    results = json.loads((folder / "tables.json").read_text())
+    assert results["run"]["closure error"] < 1e-4 and results["run"]["text further chunks"] == 5
+    assert "| receiver | measure | value |" in page.read_text()
+    assert {path.name for path in (folder / "figures").iterdir()} >= {"sender_maps.svg", "removal.png", "ioi_heads.png"}
+    parts = {path: path.stat().st_mtime_ns for path in folder.rglob("parts/*.parquet")}
+    assert decompose.main([str(config)]) == 0
+    assert parts == {path: path.stat().st_mtime_ns for path in folder.rglob("parts/*.parquet")}
