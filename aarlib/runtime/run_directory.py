@@ -12,7 +12,7 @@ from typing import Any
 from aarlib.config import write_text_atomically
 from aarlib.training.config import Run, RunConfig
 
-LOCK = ".lock"
+LOCK, WRITER_LOCK = ".lock", ".writer.lock"
 MAY_DIFFER = ("ray", "tracking", "evaluate")
 """Tables that do not change what a training computes, so a run can be resumed with other values."""
 
@@ -67,6 +67,14 @@ def held(config: RunConfig) -> Iterator[Path]:
         lock.write(f"process {os.getpid()} on {socket.gethostname()}")
         lock.flush()
         yield folder
+
+
+@contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Wait until no other worker group writes into `folder`: one whose driver was killed may live on for a while."""
+    with (folder / WRITER_LOCK).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def is_finished(folder: Path, run: Run) -> bool:

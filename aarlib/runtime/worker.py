@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from aarlib.runtime.checkpoints import TrainingState, latest_state
 from aarlib.runtime.corpus import quiet_ray_data
 from aarlib.runtime.engine import Setup, checkpoint_activations, load_base
 from aarlib.runtime.population import Pending, groups
-from aarlib.runtime.run_directory import append_line, pending_runs
+from aarlib.runtime.run_directory import append_line, pending_runs, sole_writer
 from aarlib.runtime.session import Job, Session
 from aarlib.runtime.sharding import frozen_hash
 from aarlib.runtime.training_run import train_runs
@@ -33,7 +34,11 @@ STARTS = "starts.jsonl"
 
 def train_worker(job: dict[str, Any]) -> None:
     """The loop Ray Train runs in every worker; `job` holds the fields of `Job`."""
-    session = _open(Job(**job))
+    with sole_writer(Path(job["folder"])) if ray.train.get_context().get_world_rank() == 0 else nullcontext():
+        _train_pending(_open(Job(**job)))
+
+
+def _train_pending(session: Session) -> None:
     runs = _agreed(pending_runs(session.folder, session.config))
     pending = [Pending(run, _resume_state(session, run)) for run in runs]
     for group in groups(pending, session.config.optim.population):

@@ -165,14 +165,15 @@ def test_a_killed_driver_and_a_killed_tree_change_nothing(
     driver = start_driver(config, tmp_path)
     _wait_for(folder / RUN / "rows.jsonl", 5, driver)
     below = psutil.Process(driver.pid).children(recursive=True)
+    writers = [process for process in below if "RayTrainWorker" in process.name() + "".join(process.cmdline())]
+    assert len(writers) == 2
     driver.kill()
     driver.wait()
-    _, alive = psutil.wait_procs(below, timeout=60)
-    assert not alive
     first = checkpoints(folder / RUN)[-1].name
 
     driver = start_driver(config, tmp_path)
     _wait_for(folder / RUN / "rows.jsonl", 8, driver)
+    assert not [writer for writer in writers if writer.is_running() and writer.status() != psutil.STATUS_ZOMBIE]
     for process in [*psutil.Process(driver.pid).children(recursive=True), psutil.Process(driver.pid)]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
