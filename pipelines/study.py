@@ -45,7 +45,7 @@ def describe(config: FDAAStudyConfig) -> str:
 def run(config: FDAAStudyConfig) -> None:
     from aarlib.config import write_text_atomically
     from aarlib.runtime.cluster import connect
-    from aarlib.runtime.fdaa_study import study
+    from aarlib.runtime.fdaa_study import describe_training, study
     from aarlib.runtime.run_directory import claim, held
     from aarlib.runtime.tracking import single_run
     from aarlib.studies.fdaa import results
@@ -56,7 +56,8 @@ def run(config: FDAAStudyConfig) -> None:
         claim(config)  # pyright: ignore[reportArgumentType]
         connect(config.ray)  # pyright: ignore[reportArgumentType]
         with single_run(config.tracking, config.ray.storage, folder, config.model_dump(mode="json")):
-            found = results(study(config, folder))
+            records = study(config, folder)
+        found = results(records) | {"runs": [describe_training(config, name) for name in config.fdaa.runs]}
         write_text_atomically(folder / "tables.json", json.dumps(found, indent=1))
     print("\n\n".join(tables(found).values()))
     print(f"run directory: {folder}")

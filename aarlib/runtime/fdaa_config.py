@@ -8,11 +8,19 @@ from aarlib.config import Config
 from aarlib.runtime.audit_config import ActorsConfig
 from aarlib.training.config import Fraction, ModelConfig, TextDomain, TrackingConfig
 
+DEVELOPMENT_OF_UNSEEN = 0.25
+"""Share of the documents of files that no training read on which things are chosen; the rest is tested on."""
+
+
+class StudyDomain(TextDomain):
+    trained_on: bool = True
+    """Whether trainings read these files, so that only their own splits may be used; False for test files and further texts."""
+
 
 class FDAAConfig(Config):
     runs: tuple[str, ...]
     """Names of finished run directories of `train` under ray.storage; their fdaa and static_calibrator adapters are evaluated."""
-    domains: dict[str, TextDomain]
+    domains: dict[str, StudyDomain]
     """Texts to evaluate on. Splits must be those of the runs (`held_out`, `test`)."""
     held_out: Fraction = 0.1
     """Share of the documents on which anything is chosen."""

@@ -7,6 +7,7 @@ also at all of their layers together.
 import json
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from aarlib.fdaa.attach import AggregationHandle, attach_fdaa
 from aarlib.fdaa.config import FixedConfig
 from aarlib.fdaa.controls import window_permutations
 from aarlib.runtime.evaluation import load_base
-from aarlib.runtime.fdaa_config import FDAAStudyConfig
+from aarlib.runtime.fdaa_config import DEVELOPMENT_OF_UNSEEN, FDAAStudyConfig
 from aarlib.runtime.population import enable_only
 from aarlib.runtime.text_corpus import documents_of, find_texts
 from aarlib.runtime.units import Resources, Unit, run_units
@@ -103,6 +104,7 @@ def find_adapters(config: FDAAStudyConfig, name: str) -> list[dict[str, Any]]:
             raise ValueError(
                 f"fdaa.{field} = {ours}, but {name} was trained with data.{field} = {theirs}; use the same"
             )
+    _check_unseen(config, name, trained)
     found = []
     for run in trained.runs():
         path = folder / run.name / "adapter"
@@ -118,6 +120,51 @@ def find_adapters(config: FDAAStudyConfig, name: str) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def _check_unseen(config: FDAAStudyConfig, name: str, trained: RunConfig) -> None:
+    read = {pattern for domain in trained.data.domains.values() for pattern in domain.text}
+    for label, domain in config.fdaa.domains.items():
+        twice = sorted(read & set(domain.text))
+        if twice and not domain.trained_on:
+            raise ValueError(
+                f"fdaa.domains.{label}: trained_on = false, but {name} was trained on {twice[0]!r}; leave trained_on out"
+            )
+
+
+def describe_training(config: FDAAStudyConfig, name: str) -> dict[str, Any]:
+    """Of a run directory: windows of each text and passes over them, tokens of a head, CE on development windows."""
+    folder = Path(config.ray.storage).expanduser().resolve() / name
+    trained = RunConfig.from_mapping(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    results = {
+        run: json.loads((folder / run.name / "result.json").read_text(encoding="utf-8")) for run in trained.runs()
+    }
+    first = next(iter(results))
+    seen = Counter[str]()
+    for line in (folder / first.name / "rows.jsonl").read_text(encoding="utf-8").splitlines():
+        seen.update(json.loads(line)["row_ids"])
+    windows, draws = Counter[str](), Counter[str]()
+    for row_id, count in seen.items():
+        text = row_id.rpartition(":")[0] if row_id.startswith("nano:") else row_id.partition(":")[0]
+        windows[text] += 1
+        draws[text] += count
+    if len(windows) == 1:
+        corpus = json.loads((folder / "data.json").read_text(encoding="utf-8"))
+        windows = Counter({text: max(count, int(corpus["num_train"])) for text, count in windows.items()})
+
+    def ce(method: str) -> list[float]:
+        return [result["held_out_ce"] for run, result in results.items() if run.method.name == method]
+
+    return {
+        "run": name,
+        "windows": dict(windows),
+        "passes": {text: round(draws[text] / count, 4) for text, count in windows.items()},
+        "tokens": results[first]["tokens"],
+        "native": results[first]["untouched_ce"],
+        "static": ce("static_calibrator"),
+        "heads": ce("fdaa"),
+        "wall_s": max(result["wall_s"] for result in results.values()),
+    }
 
 
 class Evaluator:
@@ -213,10 +260,13 @@ class Evaluator:
 def draw_windows(config: Any, name: str, tokenizer: Any) -> Windows:
     """The first windows of a domain by a hash of their ids; a ValueError where its documents fill too few."""
     domain = config.domains[name]
+    shares = (config.held_out, config.test)
+    if not domain.trained_on:
+        shares = (DEVELOPMENT_OF_UNSEEN, 1 - DEVELOPMENT_OF_UNSEEN)
     kept: dict[str, list[Any]] = {"train": [], "development": [], "test": []}
     for source in find_texts(DataConfig(domains={name: domain}, held_out=0.5)):
         for document in documents_of(source.path, source.documents):
-            kept[split_of(document.doc_id, config.held_out, config.test)].append(document)
+            kept[split_of(document.doc_id, *shares)].append(document)
     found = {}
     for split, wanted in (("development", config.development_windows), ("test", config.test_windows)):
         rows = list(windows(kept[split], tokenizer, config.window, separator_id(tokenizer)))

@@ -15,6 +15,7 @@ def tables(results: Mapping[str, Rows]) -> dict[str, str]:
         "domains": domains(results["domains"]),
         "masks": masks(results["controls"]),
         "layers": layers(results["layers"]),
+        "runs": runs(results.get("runs", ())),
     }
     return {name: text for name, text in found.items() if text.count("\n") > 1}
 
@@ -84,6 +85,37 @@ def paper() -> str:
     """What the paper quotes, with a column for ours."""
     head = ["model", "trained in", "layers", "tested on", "against", "paper", "", "ours"]
     return _table(head, [[*quoted[:5], f"{quoted.mean:+.5f}", quoted.spread, "not run"] for quoted in PAPER])
+
+
+def filled(page: str, blocks: Mapping[str, str]) -> str:
+    """`page` with the text between `<!-- name -->` and `<!-- /name -->` replaced; a ValueError for a block without a place."""
+    for name, text in blocks.items():
+        before, opened, rest = page.partition(f"<!-- {name} -->")
+        _, closed, after = rest.partition(f"<!-- /{name} -->")
+        if not opened or not closed:
+            raise ValueError(
+                f"the page has no place for the table {name!r}: put <!-- {name} --> and <!-- /{name} --> in it"
+            )
+        page = f"{before}{opened}\n{text}\n{closed}{after}"
+    return page
+
+
+def runs(rows: Rows) -> str:
+    """What each training saw, and the mean CE of development windows it ended at."""
+    head = ["training", "text: windows x passes", "tokens a head", "native", "static", "heads, by seed", "time"]
+    body = [
+        [
+            row["run"],
+            ", ".join(f"{text}: {count:,} x {row['passes'][text]:.2f}" for text, count in row["windows"].items()),
+            f"{row['tokens']:,}",
+            f"{row['native']:.4f}",
+            ", ".join(f"{ce:.4f}" for ce in row["static"]) or "not trained",
+            ", ".join(f"{ce:.4f}" for ce in row["heads"]),
+            f"{row['wall_s'] / 60:.0f} min",
+        ]
+        for row in rows
+    ]
+    return _table(head, body)
 
 
 def interval(row: Mapping[str, Any], name: str) -> str:

@@ -55,6 +55,15 @@ def study(folder: Path, **changes: Any) -> FDAAStudyConfig:
     return FDAAStudyConfig.from_mapping(values).updated(changes)
 
 
+def run_values(folder: Path) -> dict[str, Any]:
+    domains = {"texts": {"text": [str(folder / "texts.jsonl")]}}
+    return {
+        "name": "seen",
+        "data": {"domains": domains, "held_out": 0.3, "test": 0.4},
+        "method": {"fdaa": {"name": "fdaa", "layers": [1]}},
+    }
+
+
 @pytest.fixture(scope="module")
 def evaluator(folder: Path) -> Evaluator:
     config = study(folder)
@@ -112,5 +121,15 @@ def test_what_cannot_be_evaluated_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="its test documents fill .* windows of 24 tokens, 5000 are wanted"):
         config = study(folder, **{"fdaa.test_windows": 5000})
         Evaluator(config.model.model_dump(mode="json"), config.fdaa.model_dump(mode="json"), gpus=0)._of_domain("texts")
+    trained = {"config.json": json.dumps(run_values(folder)), "fdaa-seed0/x": ""}
+    for name, text in trained.items():
+        (folder / "runs" / "seen" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "runs" / "seen" / name).write_text(text)
+    with pytest.raises(ValueError, match="texts: trained_on = false, but seen was trained on .*texts.jsonl"):
+        find_adapters(study(folder, **{"fdaa.domains.texts.trained_on": False}), "seen")
+    with pytest.raises(ValueError, match="fdaa.test = 0.1, but seen was trained with data.test = 0.4; use the same"):
+        find_adapters(study(folder, **{"fdaa.test": 0.1}), "seen")
+    with pytest.raises(ValueError, match="seen has no adapter of fdaa-seed0 yet; finish its training first"):
+        find_adapters(study(folder), "seen")
     with pytest.raises(ValueError, match="each once"):
         study(folder, **{"fdaa.runs": ["a", "a"]})
