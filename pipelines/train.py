@@ -4,9 +4,11 @@ Every (method, seed) of the config on the same rows in the same order; prints he
 it resumes where it stopped.
 """
 
+import json
 import logging
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from aarlib.training.config import RunConfig
 from pipelines.command_line import parse_verb
@@ -34,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = held_out_table(records)
     print(f"\n{as_text(held_out_display(table))}\n\n{as_text(score_display(table, score_table(records)))}\n")
     print(f"run directory: {result.folder}")
+    if skipped := _num_skipped(result.folder):
+        print(f"rows skipped:  {skipped} that are no conversation; the first of them in data.json")
     if result.tracking is not None:
         print(f"MLflow:        {result.tracking.ui_command()}")
     for problem in result.problems:
@@ -41,11 +45,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def describe(config: RunConfig) -> str:
-    """What the config would train, from the model's geometry alone."""
-    from aarlib.runtime.plan import plan
+def _num_skipped(folder: Path) -> int:
+    path = folder / "data.json"
+    return json.loads(path.read_text(encoding="utf-8"))["num_skipped"] if path.is_file() else 0
 
+
+def describe(config: RunConfig) -> str:
+    """What the config would train, from the model's geometry alone; what is not on this machine is said to be unchecked."""
+    from aarlib.runtime.plan import check_inputs, plan
+    from aarlib.runtime.run_directory import check_claim
+
+    check_claim(config)
     planned = plan(config)
+    notes = check_inputs(config)
     moe = f"{len(planned.moe_layers)} of them MoE with {planned.num_experts} experts, top {planned.top_k}"
     lines = [f"{planned.model}: {planned.num_layers} layers, {moe}"]
     for method in planned.methods:
@@ -57,7 +69,7 @@ def describe(config: RunConfig) -> str:
     lines.append(f"  {len(config.runs())} runs of {_steps(config)}, {config.optim.global_batch} {rows} a step")
     ray = config.ray
     lines.append(f"  {ray.num_workers} {'GPU' if ray.use_gpu else 'CPU'} workers, ZeRO {ray.zero_stage}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"  {note}" for note in notes)])
 
 
 def _steps(config: RunConfig) -> str:
@@ -65,10 +77,10 @@ def _steps(config: RunConfig) -> str:
 
     try:
         rows = estimated_rows(config)
-    except ValueError as error:
-        return f"unknown length ({error})"
+    except ValueError:
+        rows = None
     if rows is None:
-        return "unknown length"
+        return "a length that only reading the data tells"
     steps = -(-rows // config.optim.global_batch) * config.optim.epochs
     return f"about {min(steps, config.optim.max_steps or steps)} steps"
 

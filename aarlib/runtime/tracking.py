@@ -184,7 +184,9 @@ def _start(config: RunConfig, folder: Path, uri: str, with_children: bool) -> Tr
     _close_abandoned(client, experiment_id)
     name = config.tracking.run_name or config.name
     parent = client.create_run(experiment_id, run_name=name, tags=_tags(folder, None)).info.run_id
-    client.log_artifact(parent, str(folder / "config.json"))
+    for name in ("config.json", "data.json"):
+        if (folder / name).is_file():
+            client.log_artifact(parent, str(folder / name))
     _log_params(client, parent, config.model_dump(mode="json", exclude={"method", "seeds"}))
     children = _start_children(client, experiment_id, parent, config, folder) if with_children else {}
     return Tracking(uri, experiment_id, parent, children)

@@ -1,9 +1,15 @@
 """Ray Data: the same rows in the same order for any division into files; what is refused, and how."""
 
 import json
+import random
+import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.runtime.conversations import write_conversations
@@ -11,11 +17,14 @@ from tests.runtime.conversations import write_conversations
 pytestmark = pytest.mark.ray
 ray = pytest.importorskip("ray")
 
+from aarlib.runtime import held_out  # noqa: E402
 from aarlib.runtime.batches import encoded_rows  # noqa: E402
-from aarlib.runtime.corpus import build_corpus, find_sources, ordered  # noqa: E402
+from aarlib.data.sources import find_sources  # noqa: E402
+from aarlib.runtime.corpus import build_corpus, ordered  # noqa: E402
 from aarlib.training.config import DataConfig, ModelConfig  # noqa: E402
 
 NANO = ModelConfig()
+DRIVER_CAP_MIB = 100
 
 
 def ids(dataset: Any) -> list[str]:
@@ -31,10 +40,10 @@ def test_rows_order_and_split(local_ray: Any, tmp_path: Path) -> None:
     corpus = build_corpus(NANO, data(path))
     first, second, epoch1 = ordered(corpus, 0, 0), ordered(corpus, 1, 0), ordered(corpus, 0, 1)
     orders = [ids(dataset) for dataset in (first, second, epoch1)]
-    held_out = ids(corpus.held_out)
+    kept_out = ids(corpus.held_out)
     assert len(orders[0]) == corpus.num_train and sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2])
     assert len({tuple(order) for order in orders}) == 3
-    assert not set(held_out) & set(orders[0]) and len(held_out) == corpus.num_held_out >= 2
+    assert not set(kept_out) & set(orders[0]) and len(kept_out) == corpus.num_held_out >= 2
     assert corpus.num_truncated == 20
 
     streamed = [
@@ -47,7 +56,7 @@ def test_rows_order_and_split(local_ray: Any, tmp_path: Path) -> None:
     again = build_corpus(NANO, data(path, tmp_path / "*.jsonl", max_held_out=2, sample=0.5))
     assert set(ids(ordered(again, 0, 0))) < set(orders[0])
     assert len(ids(again.encoded)) == len(set(ids(again.encoded)))
-    assert ids(again.held_out) == [row for row in held_out if row in set(ids(again.encoded))][:2]
+    assert ids(again.held_out) == [row for row in kept_out if row in set(ids(again.encoded))][:2]
 
 
 def test_bad_rows(local_ray: Any, tmp_path: Path) -> None:
@@ -58,7 +67,71 @@ def test_bad_rows(local_ray: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^/[^ ]*rows.jsonl:7: no conversation: `messages` must be"):
         build_corpus(NANO, data(path))
     corpus = build_corpus(NANO, data(path, on_bad_row="skip"))
-    assert corpus.encoded.count() == 19
+    assert sum(row["problem"] is None for row in corpus.encoded.take_all()) == 19
+    assert corpus.num_skipped == 1 and corpus.skipped[0].startswith(f"{path}:7: no conversation")
+    assert corpus.record()["num_skipped"] == 1 and len(corpus.record()["skipped"]) == 1
+
+
+def test_a_mixture_has_its_proportions_exactly_and_is_reproducible(local_ray: Any, tmp_path: Path) -> None:
+    paths = [
+        write_conversations(tmp_path / f"{name}.jsonl", count, seed=count) for name, count in (("a", 60), ("b", 40))
+    ]
+    everything = build_corpus(NANO, data(*paths))
+    available = Counter(name.partition(".")[0] for name in ids(ordered(everything, 0, 0)))
+    mixed = build_corpus(NANO, data(*paths, proportions=(1.0, 3.0)))
+    order = ids(ordered(mixed, 0, 0))
+    counts = Counter(name.partition(".")[0] for name in order)
+    assert counts["b"] == available["b"] and counts["a"] == round(available["b"] / 3) == mixed.num_train - counts["b"]
+    assert set(order) < set(ids(ordered(everything, 0, 0)))
+    assert ids(mixed.held_out) == ids(everything.held_out)
+    again = build_corpus(NANO, data(*paths, proportions=(1.0, 3.0)))
+    assert ids(ordered(again, 0, 0)) == order
+    assert ids(ordered(again, 0, 1)) == ids(ordered(mixed, 0, 1)) != order
+
+
+def test_101_rows_on_two_workers_are_101_rows(local_ray: Any) -> None:
+    table = pa.table(
+        {
+            "row_id": [f"r{index}" for index in range(101)],
+            "input_ids": [list(range(2 + index % 17)) for index in range(101)],
+            "target_mask": [[True] * (2 + index % 17) for index in range(101)],
+        }
+    )
+    shard = ray.data.from_arrow(table).iterator()
+    shares = [held_out.my_rows(shard, rank, 2, 8) for rank in range(2)]
+    assert len(shares[0]) == len(shares[1])
+    found = [row.row_id for parts in shares for part in parts for row in part if row.row_id]
+    assert len(found) == len(set(found)) == 101
+
+
+@pytest.mark.slow
+def test_200_mb_of_shards_stay_out_of_the_driver(local_ray: Any, tmp_path: Path) -> None:
+    """The sample keeps tokenising short; every byte is read."""
+    generator = random.Random(0)
+    for shard in range(8):
+        turns = [[generator.randbytes(25_000).hex(), "yes"] for _ in range(500)]
+        rows = [
+            {"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]}
+            for ask, answer in turns
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"{shard}.parquet", compression="none")
+    size = sum(path.stat().st_size for path in tmp_path.iterdir()) / 2**20
+    assert size > 190
+    process, peaks, done = psutil.Process(), [0.0], threading.Event()
+    before = process.memory_info().rss / 2**20
+
+    def watch() -> None:
+        while not done.wait(0.05):
+            peaks.append(process.memory_info().rss / 2**20)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    corpus = build_corpus(NANO, data(tmp_path / "*.parquet", sample=0.01, sequence_length=1024))
+    done.set()
+    watcher.join()
+    grown = max(peaks) - before
+    print(f"{size:.0f} MiB of shards; the driver grew by {grown:.0f} MiB (cap {DRIVER_CAP_MIB} MiB)")
+    assert corpus.encoded.count() > 10 and grown < DRIVER_CAP_MIB
 
 
 def test_nothing_left(local_ray: Any, tmp_path: Path) -> None:
