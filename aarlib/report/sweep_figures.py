@@ -28,7 +28,7 @@ class Dimension(NamedTuple):
 
 def sweep_overview(sweep: Sweep, theme: Theme) -> Figure:
     """Trials with a held-out CE; dashed where the scheduler stopped them."""
-    trials = sweep.trials[sweep.trials["held_out_ce"].notna()]
+    trials = sweep.trials.dropna(subset=["held_out_ce"])
     dimensions = [_dimension(path, list(trials[path])) for path in sweep.varied]
     width = max(8.0, 3.0 * len(dimensions))
     figure = Figure(figsize=(width, 7.0), layout=ConstrainedLayoutEngine(hspace=0.08), facecolor=theme.surface)
