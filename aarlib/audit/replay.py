@@ -116,9 +116,9 @@ def site_batches(places: Sequence[Site], top_k: int, max_tokens: int) -> Iterato
     """Sites of like length together, so many that all their actions at one layer fit into `max_tokens`."""
     num_actions = len(action_names(top_k))
     batch: list[Site] = []
-    for site in sorted(places, key=lambda site: (site.index, site.num_targets)):
+    for site in sorted(places, key=lambda site: (site.offset, site.num_targets)):
         grown = [*batch, site]
-        columns = max(item.index for item in grown) + max(item.num_targets for item in grown)
+        columns = max(item.offset for item in grown) + max(item.num_targets for item in grown)
         if batch and len(grown) * num_actions * columns > max_tokens:
             yield batch
             grown = [site]

@@ -19,13 +19,13 @@ class Document(NamedTuple):
 
 
 class Site(NamedTuple):
-    """Token `index` of a document and the targets that its horizon covers."""
+    """Token `offset` of a document and the targets that its horizon covers."""
 
     row: int
     position: int
     tokens: Int[Tensor, " N"]
     """The document's tokens, from its first on."""
-    index: int
+    offset: int
     num_targets: int
     layers: tuple[int, ...]
 
@@ -114,14 +114,14 @@ def _site(
 
 
 def align(batch: Sequence[Site]) -> Aligned:
-    prefix, length = max(site.index for site in batch), max(site.num_targets for site in batch)
+    prefix, length = max(site.offset for site in batch), max(site.num_targets for site in batch)
     shape = (len(batch), prefix + length)
     input_ids = batch[0].tokens.new_zeros(shape)
     mask, targets = torch.zeros_like(input_ids), input_ids.new_full((len(batch), length), IGNORED)
     for row, site in enumerate(batch):
-        start, stop = prefix - site.index, prefix + site.num_targets
+        start, stop = prefix - site.offset, prefix + site.num_targets
         input_ids[row, start:stop] = site.tokens[: stop - start]
         mask[row, start:stop] = 1
-        targets[row, : site.num_targets] = site.tokens[site.index + 1 : site.index + 1 + site.num_targets]
+        targets[row, : site.num_targets] = site.tokens[site.offset + 1 : site.offset + 1 + site.num_targets]
     position_ids = (mask.cumsum(-1) - 1).clamp_min(0)
     return Aligned(input_ids, mask, position_ids, targets, prefix)

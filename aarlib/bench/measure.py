@@ -60,7 +60,7 @@ def mid_model(seed: int = 0, **changes: Any) -> OlmoeForCausalLM:
         **changes,
     }
     torch.manual_seed(seed)
-    config = OlmoeConfig(**shape, attn_implementation="sdpa")
+    config = OlmoeConfig(**shape, attn_implementation="sdpa")  # pyright: ignore[reportCallIssue]
     model = OlmoeForCausalLM(config)
     model.requires_grad_(False)
     model.set_experts_implementation("grouped_mm")

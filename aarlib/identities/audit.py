@@ -69,7 +69,7 @@ def _acted_loss(model: Any, site: Site, action: int, family: Family | None) -> T
 
     def change(stock: RouterOutput, _: Tensor) -> RouterOutput:
         weights = stock.weights.clone()
-        weights[site.index] = action_weights(stock.weights[site.index])[action].to(weights.dtype)
+        weights[site.offset] = action_weights(stock.weights[site.offset])[action].to(weights.dtype)
         return RouterOutput(stock.router_logits, weights, stock.expert_ids)
 
     (layer,) = site.layers
@@ -79,8 +79,8 @@ def _acted_loss(model: Any, site: Site, action: int, family: Family | None) -> T
 
 
 def _horizon_ce(logits: Tensor, site: Site) -> Tensor:
-    covered = slice(site.index, site.index + site.num_targets)
-    targets = site.tokens[site.index + 1 : site.index + 1 + site.num_targets]
+    covered = slice(site.offset, site.offset + site.num_targets)
+    targets = site.tokens[site.offset + 1 : site.offset + 1 + site.num_targets]
     return cross_entropy(logits[covered].double(), targets)
 
 
@@ -122,8 +122,8 @@ def _sample_utilities(model: Any, site: Site, family: Family | None) -> Tensor:
             logits = model(input_ids=site.tokens[None], use_cache=False).logits[0]
         finally:
             remove()
-    gradient = torch.autograd.grad(_horizon_ce(logits, site), leaf)[0][site.index]
-    weights = rec.dispatch[layer].weights[0, site.index].detach()
-    outputs = rec.expert_outputs[layer][0, site.index].detach()
+    gradient = torch.autograd.grad(_horizon_ce(logits, site), leaf)[0][site.offset]
+    weights = rec.dispatch[layer].weights[0, site.offset].detach()
+    outputs = rec.expert_outputs[layer][0, site.offset].detach()
     routed = (weights[:, None] * outputs).sum(0)
     return torch.stack([-gradient @ (weights.sum() * output - routed) for output in outputs])

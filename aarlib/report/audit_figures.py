@@ -1,6 +1,7 @@
 """The audit's figures from its results: utility by router rank, captured share, gain by layer with intervals."""
 
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -18,8 +19,8 @@ def write_figures(measures: pd.DataFrame, ranks: pd.DataFrame, folder: Path) -> 
     for horizon in dict.fromkeys(measures["horizon"]):
         figure = Figure(figsize=(13, 3.6), layout="constrained")
         axes = figure.subplots(1, 3)
-        of_horizon = measures[(measures["horizon"] == horizon) & (measures["seed"] == ALL)]
-        by_rank(axes[0], ranks[ranks["horizon"] == horizon])
+        of_horizon = _rows(measures, (measures["horizon"] == horizon) & (measures["seed"] == ALL))
+        by_rank(axes[0], _rows(ranks, ranks["horizon"] == horizon))
         captured(axes[1], of_horizon)
         by_layer(axes[2], of_horizon)
         paths.append(folder / f"audit_{horizon}.png")
@@ -28,7 +29,7 @@ def write_figures(measures: pd.DataFrame, ranks: pd.DataFrame, folder: Path) -> 
 
 
 def by_rank(axes: Axes, ranks: pd.DataFrame) -> None:
-    utility = ranks[ranks["measure"].str.startswith("utility_")]
+    utility = _rows(ranks, ranks["measure"].str.startswith("utility_"))
     for domain, part in _domains(utility):
         place = part["measure"].str.removeprefix("utility_").astype(int)
         _errorbars(axes, list(place), part, domain, list(dict.fromkeys(ranks["domain"])))
@@ -43,7 +44,7 @@ def captured(axes: Axes, measures: pd.DataFrame) -> None:
     names = {"vertex_share": "vertices / structured", "gradient_captured": "gradient / vertices"}
     domains = list(dict.fromkeys(measures["domain"]))
     for name in names:
-        part = measures[(measures["measure"] == name) & (measures["layer"] == POOLED)]
+        part = _rows(measures, (measures["measure"] == name) & (measures["layer"] == POOLED))
         shift = 0.2 * (list(names).index(name) - 0.5)
         _errorbars(
             axes,
@@ -60,7 +61,7 @@ def captured(axes: Axes, measures: pd.DataFrame) -> None:
 
 
 def by_layer(axes: Axes, measures: pd.DataFrame) -> None:
-    part = measures[(measures["measure"] == "structured_oracle") & (measures["layer"] != POOLED)]
+    part = _rows(measures, (measures["measure"] == "structured_oracle") & (measures["layer"] != POOLED))
     for domain, rows in _domains(part):
         _errorbars(axes, rows["layer"].astype(int).tolist(), rows, domain, list(dict.fromkeys(part["domain"])))
     axes.axhline(0, color=LIGHT.muted, linewidth=0.8)
@@ -68,8 +69,12 @@ def by_layer(axes: Axes, measures: pd.DataFrame) -> None:
     axes.legend(fontsize=7)
 
 
+def _rows(frame: pd.DataFrame, keep: Any) -> pd.DataFrame:
+    return pd.DataFrame(frame.loc[keep])
+
+
 def _domains(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    return [(str(domain), frame[frame["domain"] == domain]) for domain in dict.fromkeys(frame["domain"])]
+    return [(str(domain), _rows(frame, frame["domain"] == domain)) for domain in dict.fromkeys(frame["domain"])]
 
 
 def _errorbars(axes: Axes, x: list[float], rows: pd.DataFrame, label: str, labels: list[str], line: str = "-") -> None:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from aarlib.audit.actions import action_names, check_freedom
 from aarlib.audit.config import FIRST_POSITION, AuditConfig, DomainConfig
 from aarlib.audit.gradients import Credit, credits, utilities
-from aarlib.audit.replay import action_ce
+from aarlib.audit.replay import Isolation, action_ce
 from aarlib.config import Config
 from aarlib.data.corpora import TextDocument, read_documents, separator_id, split_of, windows
 from aarlib.data.sampling import row_hash
@@ -30,6 +30,7 @@ from aarlib.runtime.audit_config import AuditRunConfig
 from aarlib.runtime.evaluation import load_base
 from aarlib.runtime.units import Resources, Unit, run_units
 from aarlib.studies.audit import ALL_SEEDS, POOLED
+from aarlib.studies.intervals import select
 from aarlib.training.adapter import load_adapter
 from aarlib.training.config import ModelConfig
 
@@ -237,7 +238,9 @@ class Auditor:
                     )
         return pd.DataFrame(records).reindex(columns=list(RECORD_COLUMNS))
 
-    def _losses(self, input_ids: Tensor, places: Sequence[tuple[int, int]], isolation: Any = None) -> dict[Any, Tensor]:
+    def _losses(
+        self, input_ids: Tensor, places: Sequence[tuple[int, int]], isolation: Isolation | None = None
+    ) -> dict[Any, Tensor]:
         samples = [(*place, layer) for place in places for layer in self._settings.layers]
         found = action_ce(
             self._model,
@@ -289,11 +292,11 @@ class _UnitSettings(Config):
     layers: tuple[int, ...]
     seeds: tuple[int, ...]
     window: int
-    horizons: tuple[int | str, ...]
+    horizons: tuple[int | Literal["full"], ...]
     development: int
     locked: int
     locked_share: float
-    isolation: str
+    isolation: Isolation
     noise_samples: int
     windows_per_unit: int
     max_tokens: int
@@ -302,9 +305,13 @@ class _UnitSettings(Config):
 
 def metrics_of(measures: pd.DataFrame, noise: pd.DataFrame) -> dict[str, float]:
     """MLflow metrics: every measure with layers and seeds pooled, and the noise floors."""
-    pooled = measures[(measures["layer"] == POOLED) & (measures["seed"] == ALL_SEEDS) & measures["value"].notna()]
-    metrics = {f"audit/{row.domain}/{row.horizon}/{row.measure}": row.value for row in pooled.itertuples()}
-    return metrics | {f"audit/noise_floor/{row.horizon}": row.noise_floor for row in noise.itertuples()}  # pyright: ignore[reportReturnType]
+    pooled = select(measures, layer=POOLED, seed=ALL_SEEDS).dropna(subset=["value"])
+    metrics = {
+        f"audit/{row['domain']}/{row['horizon']}/{row['measure']}": float(row["value"])
+        for row in pooled.to_dict("records")
+    }
+    floors = {f"audit/noise_floor/{row['horizon']}": float(row["noise_floor"]) for row in noise.to_dict("records")}
+    return metrics | floors
 
 
 def actions_of(parts: Anatomy) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from aarlib.studies.audit_samples import (
     gradient_best,
     separate,
 )
-from aarlib.studies.intervals import Ratio, mean_of, ratio_intervals
+from aarlib.studies.intervals import Ratio, distinct, mean_of, ratio_intervals, select
 
 POOLED = "pooled"
 ALL_SEEDS = "all"
@@ -45,20 +45,28 @@ def audit_tables(records: pd.DataFrame) -> dict[str, pd.DataFrame]:
     together, the n-1 deviation of the seeds' values. Layers together are `pooled`, seeds together `all`.
     """
     measures, ranks, choices = [], [], []
-    for (domain, horizon), group in records.groupby(["domain", "horizon"], sort=False):
-        keys = {"domain": domain, "horizon": horizon}
-        seeds = {int(seed): separate(part) for seed, part in group.groupby("seed")}
+    for keys in _groups(records):
+        group = select(records, **keys)
+        seeds = {int(seed): separate(select(group, seed=seed)) for seed in distinct(group, "seed")}
         chosen = {seed: choose(parts.development) for seed, parts in seeds.items()}
         choices += [{**keys, "seed": str(seed), **choice._asdict()} for seed, choice in chosen.items()]
         for frame in _measures_of(seeds, chosen):
             measures.append(frame.assign(**keys))
-        ranks.append(_by_rank(group[group["split"] == "locked"]).assign(**keys))
+        ranks.append(_by_rank(select(group, split="locked")).assign(**keys))
     return {
         "measures": _tidy(pd.concat(measures, ignore_index=True)),
         "by_rank": pd.concat(ranks, ignore_index=True),
         "choices": pd.DataFrame(choices),
         "noise": noise_floor(records),
     }
+
+
+def _groups(records: pd.DataFrame) -> list[dict[str, str]]:
+    return [
+        {"domain": domain, "horizon": horizon}
+        for domain in distinct(records, "domain")
+        for horizon in distinct(records, "horizon")
+    ]
 
 
 def choose(development: Development) -> Choice:
@@ -187,11 +195,15 @@ def _by_rank(locked: pd.DataFrame) -> pd.DataFrame:
 
 def noise_floor(records: pd.DataFrame) -> pd.DataFrame:
     """Largest difference of a delta CE between exact and batched replay, by horizon, on the windows replayed both ways."""
-    measured = records[records["noise"].notna()]
-    grouped = measured.groupby("horizon", sort=False)["noise"]
-    return pd.DataFrame({"noise_floor": grouped.max(), "num_samples": grouped.size()}).reset_index()
+    rows = []
+    for horizon in distinct(records, "horizon"):
+        noise = select(records, horizon=horizon)["noise"].to_numpy(np.float64)
+        measured = noise[np.isfinite(noise)]
+        if measured.size:
+            rows.append({"horizon": horizon, "noise_floor": measured.max(), "num_samples": measured.size})
+    return pd.DataFrame(rows, columns=["horizon", "noise_floor", "num_samples"])
 
 
 def _tidy(frame: pd.DataFrame) -> pd.DataFrame:
     first = ["domain", "horizon", "seed", "layer", "measure", "value", "low", "high", "std"]
-    return frame[[*first, "num_units", "num_samples", "num_excluded"]]
+    return pd.DataFrame(frame, columns=[*first, "num_units", "num_samples", "num_excluded"])

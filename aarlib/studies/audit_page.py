@@ -10,6 +10,7 @@ import pandas as pd
 
 from aarlib.studies.audit import ALL_SEEDS, POOLED, audit_tables
 from aarlib.studies.audit_predictors import predictor_tables
+from aarlib.studies.intervals import distinct, select
 
 DIGITS = 7
 _TABLE = re.compile(r"<!-- table: (?P<name>[a-z0-9_]+) -->.*?<!-- end -->", re.DOTALL)
@@ -48,8 +49,8 @@ def results(records: pd.DataFrame, num_experts: int, predictors: bool, about: Ma
     """All tables of the records, JSON-able, floats rounded to 7 digits. Single seeds are kept with layers pooled."""
     tables = audit_tables(records)
     measures = tables["measures"]
-    kept = measures[(measures["seed"] == ALL_SEEDS) | (measures["layer"] == POOLED)]
-    tables["measures"] = kept.reset_index(drop=True)
+    kept = np.asarray(measures["seed"] == ALL_SEEDS) | np.asarray(measures["layer"] == POOLED)
+    tables["measures"] = pd.DataFrame(measures.loc[kept])
     if predictors:
         tables |= predictor_tables(records, num_experts)
     return {"about": dict(about), **{name: _columns(frame) for name, frame in tables.items()}}
@@ -101,8 +102,8 @@ def tables(found: Results) -> dict[str, str]:
     """Markdown tables by name, from the JSON alone."""
     frame = frame_of(found, "measures")
     shown = {}
-    for horizon in dict.fromkeys(frame["horizon"]):
-        part = frame[frame["horizon"] == horizon]
+    for horizon in distinct(frame, "horizon"):
+        part = select(frame, horizon=horizon)
         for name, measures in (
             ("headroom", HEADROOM),
             ("router", ROUTER),
@@ -111,8 +112,7 @@ def tables(found: Results) -> dict[str, str]:
         ):
             shown[f"{name}_{horizon}"] = _by_domain(part, measures)
         shown[f"layers_{horizon}"] = _by_layer(part)
-    full = frame[frame["horizon"] == frame["horizon"].iloc[0]]
-    shown["seeds"] = _by_seed(full)
+    shown["seeds"] = _by_seed(select(frame, horizon=distinct(frame, "horizon")[0]))
     shown["ranks"] = _ranks(frame_of(found, "by_rank"))
     shown["choices"] = _choices(frame_of(found, "choices"))
     shown["noise"] = _noise(frame_of(found, "noise").to_dict("records"))
@@ -138,8 +138,8 @@ def _cell(row: Any, deviation: bool = False) -> str:
 
 
 def _by_domain(part: pd.DataFrame, measures: Mapping[str, str]) -> str:
-    pooled = part[(part["seed"] == ALL_SEEDS) & (part["layer"] == POOLED)].set_index(["domain", "measure"])
-    domains = list(dict.fromkeys(part["domain"]))
+    pooled = select(part, seed=ALL_SEEDS, layer=POOLED).set_index(["domain", "measure"])
+    domains = distinct(part, "domain")
     rows = [
         [label, *(_cell(pooled.loc[(domain, name)], deviation=True) for domain in domains)]
         for name, label in measures.items()
@@ -155,12 +155,10 @@ def _by_layer(part: pd.DataFrame) -> str:
         "gradient_spearman": "gradient Spearman",
         "gradient_captured": "gradient captures",
     }
-    table = part[part["seed"] == ALL_SEEDS].set_index(["domain", "layer", "measure"])
-    keys = list(dict.fromkeys((domain, layer) for domain, layer, _ in table.index))
-    ordered = sorted(
-        keys, key=lambda key: (list(dict.fromkeys(k[0] for k in keys)).index(key[0]), _layer_order(key[1]))
-    )
-    rows = [[*key, *(_cell(table.loc[(*key, name)]) for name in shown)] for key in ordered]
+    table = select(part, seed=ALL_SEEDS).set_index(["domain", "layer", "measure"])
+    layers = sorted(distinct(part, "layer"), key=_layer_order)
+    keys = [(domain, layer) for domain in distinct(part, "domain") for layer in layers]
+    rows = [[*key, *(_cell(table.loc[(*key, name)]) for name in shown)] for key in keys]
     return markdown(["domain", "layer", *shown.values()], rows)
 
 
@@ -170,16 +168,16 @@ def _layer_order(layer: str) -> int:
 
 def _by_seed(part: pd.DataFrame) -> str:
     shown = ("structured_oracle", "vertex_oracle", "router_spearman", "gradient_spearman", "gradient_best_vertex")
-    table = part[(part["layer"] == POOLED) & (part["seed"] != ALL_SEEDS)].set_index(["domain", "seed", "measure"])
-    keys = list(dict.fromkeys((domain, seed) for domain, seed, _ in table.index))
+    table = select(part, layer=POOLED).set_index(["domain", "seed", "measure"])
+    seeds = [seed for seed in distinct(part, "seed") if seed != ALL_SEEDS]
+    keys = [(domain, seed) for domain in distinct(part, "domain") for seed in seeds]
     rows = [[*key, *(_cell(table.loc[(*key, name)]) for name in shown)] for key in keys]
     return markdown(["domain", "seed", *(name.replace("_", " ") for name in shown)], rows)
 
 
 def _ranks(frame: pd.DataFrame) -> str:
-    full = frame[frame["horizon"] == frame["horizon"].iloc[0]].set_index(["domain", "measure"])
-    domains = list(dict.fromkeys(full.index.get_level_values(0)))
-    names = list(dict.fromkeys(full.index.get_level_values(1)))
+    full = select(frame, horizon=distinct(frame, "horizon")[0]).set_index(["domain", "measure"])
+    domains, names = distinct(frame, "domain"), distinct(frame, "measure")
     labels = [name.replace("utility_", "utility of rank ").replace("best_", "best vertex at rank ") for name in names]
     rows = [
         [label, *(_cell(full.loc[(domain, name)]) for domain in domains)]
@@ -221,9 +219,8 @@ def _fits(frame: pd.DataFrame) -> str:
 
 
 def _predictors(frame: pd.DataFrame) -> str:
-    table = frame[frame["seed"] == ALL_SEEDS].set_index(["domain", "measure"])
-    domains = list(dict.fromkeys(table.index.get_level_values(0)))
-    names = list(dict.fromkeys(table.index.get_level_values(1)))
+    table = select(frame, seed=ALL_SEEDS).set_index(["domain", "measure"])
+    domains, names = distinct(frame, "domain"), distinct(frame, "measure")
     shown = [name for name in names if name.endswith(("lossless", "spearman", "policy", "captured", "harm"))]
     rows = [[name.replace("_", " "), *(_cell(table.loc[(domain, name)]) for domain in domains)] for name in shown]
     return markdown(["", *domains], rows)

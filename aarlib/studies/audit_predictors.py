@@ -20,7 +20,7 @@ from aarlib.audit.predictors import (
 )
 from aarlib.studies.audit import ALL_SEEDS, Array, joined, ranking_measures
 from aarlib.studies.audit_samples import Development, Locked, Samples, separate
-from aarlib.studies.intervals import Ratio, mean_of, ratio_intervals
+from aarlib.studies.intervals import Ratio, distinct, mean_of, ratio_intervals, select
 
 FEATURES = ("hidden", "outputs", "gradient", "suffix")
 CAN_LEARN = 0.5
@@ -38,26 +38,25 @@ class Fitted(NamedTuple):
 
 def predictor_tables(records: pd.DataFrame, num_experts: int, kinds: Sequence[Kind] = KINDS) -> dict[str, pd.DataFrame]:
     """`fits` (a row per kind and seed) and `predictors` (a row per domain, seed, kind and measure, layers pooled)."""
-    kept = records[records[list(FEATURES)].notna().all(axis=1)]
+    kept = pd.DataFrame(records.dropna(subset=list(FEATURES)))
     if kept.empty:
         raise ValueError("records hold no features; set audit.predictors = true and audit the full horizon")
     fits, frames = [], []
-    by_domain: dict[str, list[dict[str, Ratio]]] = {}
+    by_domain: dict[str, dict[int, dict[str, Ratio]]] = {}
     windows: dict[str, list[np.ndarray]] = {}
-    for seed, of_seed in kept.groupby("seed"):
-        development = of_seed[of_seed["split"] == "development"]
-        fitted = {kind: fit_on(development, num_experts, kind, int(seed)) for kind in kinds}  # pyright: ignore[reportArgumentType]
-        fits += [_fit_row(kind, int(seed), one, len(development)) for kind, one in fitted.items()]  # pyright: ignore[reportArgumentType]
-        for domain, of_domain in of_seed.groupby("domain", sort=False):
+    for seed in distinct(kept, "seed"):
+        development = select(kept, seed=seed, split="development")
+        fitted: dict[Kind, Fitted] = {kind: fit_on(development, num_experts, kind, int(seed)) for kind in kinds}
+        fits += [_fit_row(kind, int(seed), one, len(development)) for kind, one in fitted.items()]
+        for domain in distinct(kept, "domain"):
+            of_domain = select(kept, seed=seed, domain=domain)
             locked = separate(of_domain).locked
-            examples = examples_of(of_domain[of_domain["split"] == "locked"])
-            measured = dict(_measured(fitted, locked, examples))
+            measured = dict(_measured(fitted, locked, examples_of(select(of_domain, split="locked"))))
             frames.append(ratio_intervals(measured, locked.windows).assign(domain=domain, seed=str(seed)))
-            by_domain.setdefault(str(domain), []).append(measured)
-            windows.setdefault(str(domain), []).append(locked.windows)
+            by_domain.setdefault(domain, {})[seed] = measured
+            windows.setdefault(domain, []).append(locked.windows)
     for domain, sides in by_domain.items():
-        together = joined(dict(enumerate(sides)))
-        frame = ratio_intervals(together, np.concatenate(windows[domain]))
+        frame = ratio_intervals(joined(sides), np.concatenate(windows[domain]))
         frames.append(frame.assign(domain=domain, seed=ALL_SEEDS))
     return {"fits": pd.DataFrame(fits), "predictors": pd.concat(frames, ignore_index=True)}
 

@@ -8,6 +8,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from aarlib.audit.actions import action_names
+from aarlib.studies.intervals import distinct, select
 
 MAX_DEVELOPMENT_HARM = 0.02
 
@@ -45,11 +46,17 @@ class Samples:
         keep = self.layers == layer
         return type(self)(*(value[keep] for value in vars(self).values()))
 
+    @staticmethod
+    def windows_of(records: pd.DataFrame) -> NDArray[np.str_]:
+        return np.array(
+            [f"{domain}/{window}" for domain, window in zip(records["domain"], records["window"], strict=True)]
+        )
+
     @classmethod
     def from_records(cls, records: pd.DataFrame) -> Self:
         ce = np.stack(records["ce"].to_list())
         return cls(
-            (records["domain"].astype(str) + "/" + records["window"].astype(str)).to_numpy(str),
+            cls.windows_of(records),
             records["layer"].to_numpy(np.int64),
             ce - ce[:, :1],
             np.stack(records["weights"].to_list()).astype(np.float64),
@@ -75,17 +82,17 @@ def separate(records: pd.DataFrame) -> Parts:
 
     Raises ValueError where one of them is empty, a split has another name, or a window or its document is in both.
     """
-    horizons = sorted(records["horizon"].unique())
+    horizons = sorted(distinct(records, "horizon"))
     if len(horizons) != 1:
         raise ValueError(f"records of horizons {horizons} are mixed; give those of one horizon")
     unknown = sorted(set(records["split"]) - {"development", "locked"})
     if unknown:
         raise ValueError(f"split {unknown[0]!r} is neither development nor locked")
-    sides = {split: records[records["split"] == split] for split in ("development", "locked")}
+    sides = {split: select(records, split=split) for split in ("development", "locked")}
     for split, side in sides.items():
         if side.empty:
             raise ValueError(f"no {split} records; audit.{split} must be 1 or more windows")
-    documents = {split: set(side["domain"] + "/" + side["window"].map(document_of)) for split, side in sides.items()}
+    documents = {split: {document_of(window) for window in Samples.windows_of(side)} for split, side in sides.items()}
     shared = sorted(documents["development"] & documents["locked"])
     if shared:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Intervals of means that are ratios of sums, units (windows, documents) resampled whole."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -17,6 +17,19 @@ class Ratio(NamedTuple):
 
     numerator: NDArray[np.float64]
     denominator: NDArray[np.float64]
+
+
+def select(frame: pd.DataFrame, **values: Any) -> pd.DataFrame:
+    """The rows whose columns have these values."""
+    keep = np.ones(len(frame), dtype=bool)
+    for column, value in values.items():
+        keep &= np.asarray(frame[column] == value)
+    return pd.DataFrame(frame.loc[keep])
+
+
+def distinct(frame: pd.DataFrame, column: str) -> list[Any]:
+    """The column's values in order of first appearance."""
+    return list(dict.fromkeys(frame[column]))
 
 
 def mean_of(values: NDArray[np.float64]) -> Ratio:
@@ -59,7 +72,7 @@ def ratio_intervals(
 
 
 def _per_unit(values: NDArray[np.float64], of_sample: NDArray[np.intp], num_units: int) -> NDArray[np.float64]:
-    return np.bincount(of_sample, weights=values, minlength=num_units)
+    return np.bincount(of_sample, weights=values, minlength=num_units).astype(np.float64)
 
 
 def _divided(sums: NDArray[np.float64], counts: NDArray[np.float64]) -> NDArray[np.float64]:
