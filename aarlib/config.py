@@ -30,10 +30,11 @@ class Config(BaseModel):
         """Read `path`, apply `a.b=value` overrides (values in TOML syntax; bare words are strings), validate."""
         path = Path(path)
         if not path.is_file():
-            raise ValueError(f"config file {str(path)!r} does not exist; pass the path of a TOML file")
+            wrong = "is a folder" if path.is_dir() else "does not exist"
+            raise ValueError(f"config file {str(path)!r} {wrong}; pass the path of a TOML file")
         try:
             values = tomllib.loads(path.read_text(encoding="utf-8"))
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path}: not valid TOML: {error}") from None
         return cls.from_mapping(apply_overrides(values, overrides), origin=str(path))
 
@@ -68,6 +69,17 @@ def write_text_atomically(path: str | Path, text: str) -> None:
     os.replace(temporary, path)
 
 
+def read_json_object(path: str | Path) -> dict[str, Any]:
+    """A file that write_text_atomically wrote; a ValueError names one that is damaged."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}; restore it, or move its folder away") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: it holds a {type(found).__name__}; restore it, or move its folder away")
+    return found
+
+
 def _assign(values: dict[str, Any], path: str, value: Any) -> None:
     *tables, field = path.split(".")
     for table in tables:
@@ -87,7 +99,12 @@ def _parse_value(text: str) -> Any:
 def _describe(cls: type[Config], problem: Any) -> str:
     place = _place(cls, problem["loc"])
     if problem["type"] != "extra_forbidden":
-        return f"{place.path or cls.__name__} = {problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}"
+        message = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "tuple_type":
+            message = "give a list, quoted for the shell: '[\"a\", \"b\"]' or '[1, 2]'"
+        if isinstance(problem["input"], Mapping | BaseModel):
+            return f"{place.path}: {message}" if place.path else message
+        return f"{place.path} = {problem['input']!r}: {message}"
     near = difflib.get_close_matches(str(problem["loc"][-1]), place.known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(place.known)}"
     return f"unknown key {place.path!r}; {hint}"

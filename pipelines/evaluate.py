@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-from aarlib.runtime.run_directory import run_directory
+from aarlib.runtime.run_directory import check_claim, held, run_directory
 from aarlib.training.config import RunConfig
 from pipelines.command_line import parse_verb
 
@@ -28,9 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from aarlib.runtime.cluster import connect
         from aarlib.runtime.evaluation import evaluate, track
 
-        folder = run_directory(config)
-        connect(config.ray)
-        evaluation = evaluate(config, folder)
+        with held(config) as folder:
+            connect(config.ray)
+            evaluation = evaluate(config, folder)
     except (ValueError, UnitsError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -45,6 +45,7 @@ def describe(config: RunConfig) -> str:
     """What would be scored; nothing is written."""
     from aarlib.runtime.evaluation import find_adapters, find_tasks
 
+    check_claim(config)
     adapters = find_adapters(config, run_directory(config))
     with tempfile.TemporaryDirectory() as folder:
         source = find_tasks(config.evaluate, folder)

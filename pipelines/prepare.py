@@ -31,9 +31,9 @@ def main(argv: list[str] | None = None) -> None:
 
 def prepare(config: RunConfig, show: int, dry_run: bool) -> None:
     from aarlib.data import ReadReport, check_template, render_targets
+    from aarlib.data.sources import find_sources
     from aarlib.data.survey import survey
     from aarlib.moe.loading import load_tokenizer
-    from aarlib.runtime.corpus import find_sources
 
     data = config.data
     if data.domains:

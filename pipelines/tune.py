@@ -26,12 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         study = load_study(space)
         from aarlib.report.tables import sweep_table
         from aarlib.report.text import as_text, sweep_display
-        from aarlib.runtime.sweep import resolved, sweep, trial_config
+        from aarlib.runtime.sweep import check_space, resolved, sweep, trial_config
         from aarlib.runtime.trainer import check
 
         study = resolved(study, config)
         if arguments.dry_run:
             check(trial_config(config, study, {}, f"{config.name}-{space}"))
+            check_space(config, study, space)
             print("\n".join(f"{path}: {domain}" for path, domain in study.space.items()))
             return 0
         result = sweep(config, study, space)

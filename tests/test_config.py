@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from aarlib.config import apply_overrides, write_text_atomically
+from aarlib.config import apply_overrides, read_json_object, write_text_atomically
 from aarlib.training.config import RunConfig
 
 MINIMAL = """
@@ -95,6 +95,14 @@ def test_a_config_is_frozen(toml: Path):
             "--optim.global_batch=1",
             "optim.global_batch = 1 is less than ray.num_workers = 2; every worker needs a row",
         ),
+        ("--seeds=[]", "seeds = []: Tuple should have at least 1 item"),
+        ("--seeds=[1, 1]", "seeds = [1, 1]: every seed is one training; give each once"),
+        ("--seeds=[-1]", "seeds.0 = -1: Input should be greater than or equal to 0"),
+        ("--seeds=3", "seeds = 3: give a list, quoted for the shell"),
+        ("--name=../escape", "name = '../escape': the run directory is <ray.storage>/<name>"),
+        ("--name=/abs", "name = '/abs': the run directory is <ray.storage>/<name>"),
+        ("--optim.learning_rate=inf", "optim.learning_rate = inf: Input should be a finite number"),
+        ("--optim.betas=[2, 3]", "optim.betas.0 = 2: Input should be less than 1"),
         ("--data.sample=0", "data.sample = 0: Input should be greater than 0"),
         ("--name", "override '--name' is not of the form --table.field=value"),
         ("--name.x=1", "override 'name.x': 'name' is not a table"),
@@ -115,6 +123,22 @@ def test_a_missing_or_malformed_file_is_named(tmp_path: Path):
     broken = tmp_path / "broken.toml"
     broken.write_text("name = ")
     assert f"{broken}: not valid TOML" in refusal(broken)
+    assert "is a folder; pass the path of a TOML file" in refusal(tmp_path)
+    broken.write_bytes(b"name = '\xff'")
+    assert f"{broken}: not valid TOML" in refusal(broken)
+
+
+def test_a_problem_of_the_whole_table_does_not_repeat_the_table(toml: Path):
+    message = refusal(toml, "--data.sequence_length=7")
+    assert "is longer than data.sequence_length = 7" in message and len(message) < 300
+
+
+def test_a_damaged_json_file_is_named(tmp_path: Path):
+    path = tmp_path / "config.json"
+    for text in ("{", "[]"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"config.json is damaged: .*; restore it, or move its folder away"):
+            read_json_object(path)
 
 
 def test_overrides_leave_the_given_values_alone():

@@ -21,7 +21,8 @@ class RoutingHandle:
     """What attach_aar returns: owns the trained float32 parameters and the patches that put them to work.
 
     `routers` maps a layer index to its router, `module` holds all of them (for an optimizer or an engine), `enabled` switches
-    the model between patched and stock, bit for bit; `detach()` gives the stock model back for good.
+    the model between patched and stock, bit for bit; `detach()` gives the stock model back for good. A model can have several
+    handles, one of them enabled at a time.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class RoutingHandle:
         if value and self._detached:
             raise ValueError("this handle is detached; attach again")
         if value and not self._removers:
+            _check_free(self.anatomy)
             self._install()
         elif not value:
             for remove in self._removers:
@@ -150,6 +152,12 @@ def _check(parts: Anatomy, layers: tuple[int, ...]) -> None:
             "num_experts_per_tok = 1 with renormalised weights: every weight is 1, so no gradient reaches the router; "
             "use a model with top_k > 1 or without renormalisation"
         )
+    _check_free(parts)
+
+
+def _check_free(parts: Anatomy) -> None:
     for layer in parts.layers:
         if layer.router is not None and has_wrapper(layer.router, Rank.ROUTER):
-            raise ValueError("trained routers are already attached to this model; detach() the other handle first")
+            raise ValueError(
+                "trained routers are already attached to this model; detach() the other handle, or set its enabled = False"
+            )

@@ -104,6 +104,10 @@ def _message(message: Any, index: int) -> dict[str, Any]:
     content = message.setdefault("content", "" if calls else None)
     if not isinstance(content, str):
         raise ValueError(f"messages[{index}].content is a {type(content).__name__}, not text")
+    try:
+        json.dumps(message, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"messages[{index}] holds half of a surrogate pair, which is no Unicode text") from None
     return message
 
 

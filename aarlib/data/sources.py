@@ -10,6 +10,24 @@ from fsspec.implementations.arrow import ArrowFSWrapper
 from aarlib.data.conversations import FORMATS, file_name, open_location
 
 
+def find_sources(patterns: Sequence[str]) -> list[str]:
+    """Every `nano:<split>:<rows>` source and every file the globs name; a ValueError for one that names nothing."""
+    nano = [pattern for pattern in patterns if pattern.startswith("nano:")]
+    for pattern in nano:
+        parse_nano(pattern)
+    return nano + expand_sources([pattern for pattern in patterns if not pattern.startswith("nano:")])
+
+
+def parse_nano(source: str) -> tuple[str, int]:
+    """(split, number of rows) of `nano:<split>:<rows>`."""
+    parts = source.split(":")
+    if len(parts) != 3 or not parts[1] or not parts[2].isdecimal() or int(parts[2]) == 0:
+        raise ValueError(
+            f"data.train = {source!r} is not of the form nano:<split>:<number of rows>, such as nano:sft:2000"
+        )
+    return parts[1], int(parts[2])
+
+
 def expand_sources(patterns: Sequence[str], formats: tuple[str, ...] = FORMATS) -> list[str]:
     """The data files that local paths, folders, globs (with **) and URIs (s3://, gs://) name, sorted within a pattern.
 

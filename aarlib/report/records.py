@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from aarlib.config import read_json_object
 from aarlib.training.config import Run, RunConfig
 
 
@@ -73,7 +74,7 @@ def read_run(folder: str | Path) -> RunRecords:
     config_path = folder / "config.json"
     if not config_path.is_file():
         raise ValueError(f"{str(folder)!r} is no run directory: it has no config.json; pass a folder that train wrote")
-    config = RunConfig.from_mapping(json.loads(config_path.read_text(encoding="utf-8")), origin=str(config_path))
+    config = RunConfig.from_mapping(read_json_object(config_path), origin=str(config_path))
     finished = [run for run in config.runs() if (folder / run.name / "result.json").is_file()]
     if not finished:
         raise ValueError(f"{str(folder)!r} has no finished training yet; run `python -m pipelines.train` on its config")
@@ -87,11 +88,13 @@ def read_run(folder: str | Path) -> RunRecords:
         sweeps=tuple(
             _read_sweep(path, folder.name) for path in sorted(folder.parent.glob(f"{folder.name}-*/results.json"))
         ),
-        stages=_optional(folder / "stages.json", lambda path: json.loads(path.read_text(encoding="utf-8"))),
+        stages=_optional(folder / "stages.json", read_json_object),
     )
 
 
 def read_held_out(path: Path) -> pd.DataFrame:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; train again under another name, or restore it")
     return pd.read_parquet(path, columns=["row_id", "ce_sum", "num_targets"]).set_index("row_id").sort_index()
 
 
@@ -105,11 +108,11 @@ def _optional(path: Path, read: Callable[[Path], Any]) -> Any:
 
 
 def _read_record(folder: Path, run: Run) -> RunRecord:
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     return RunRecord(
         run=run,
-        metrics=pd.DataFrame([json.loads(line) for line in lines]),
+        metrics=pd.DataFrame([json.loads(line) for line in lines if line.endswith("\n")]),
         held_out=read_held_out(folder / "held_out.parquet"),
         step0=read_held_out(folder / "step0_held_out.parquet"),
-        result=json.loads((folder / "result.json").read_text(encoding="utf-8")),
+        result=read_json_object(folder / "result.json"),
     )

@@ -20,14 +20,14 @@ from ray.exceptions import RayTaskError
 from aarlib.data.chat import Conversation, Encoded, encode
 from aarlib.data.conversations import OnBadRow, ReadReport
 from aarlib.data.sampling import in_fraction, row_hash
-from aarlib.data.sources import expand_sources
+from aarlib.data.sources import find_sources, parse_nano
 from aarlib.runtime.cluster import user_error
 from aarlib.training.config import DataConfig, ModelConfig
 
 logger = logging.getLogger("aarlib")
 
 ROWS_PER_BLOCK = 1024
-TOTALS = ("rows", "train", "train_targets", "truncated", "skipped")
+TOTALS = ("rows", "train", "train_targets", "truncated", "skipped", "digest")
 EXAMPLES_KEPT = 5
 MIXTURE = "mixture"
 NO_ROW = Encoded("", [], [], False)
@@ -46,20 +46,13 @@ class Corpus(NamedTuple):
     num_skipped: int = 0
     skipped: tuple[str, ...] = ()
     """The first few reasons, each with file and line where it has them."""
+    digest: str = ""
+    """Of the ids and tokens of every row, whatever their order; another where a file has changed."""
 
     def record(self) -> dict[str, Any]:
         """For the run directory: what was trained and evaluated on."""
         counts = {name: value for name, value in self._asdict().items() if name.startswith("num_")}
-        return {**counts, "skipped": list(self.skipped)}
-
-
-def find_sources(train: tuple[str, ...]) -> list[str]:
-    """Every `nano:<split>:<rows>` source and every file the globs name; a ValueError for one that names nothing."""
-    nano = [pattern for pattern in train if pattern.startswith("nano:")]
-    for pattern in nano:
-        _parse_nano(pattern)
-    files = [pattern for pattern in train if not pattern.startswith("nano:")]
-    return nano + [str(path) for path in expand_sources(files)]
+        return {**counts, "skipped": list(self.skipped), "digest": self.digest}
 
 
 def build_corpus(model: ModelConfig, data: DataConfig) -> Corpus:
@@ -83,6 +76,7 @@ def build_corpus(model: ModelConfig, data: DataConfig) -> Corpus:
     corpus = Corpus(
         encoded, held_out, totals["train"], held_out.count(), totals["train_targets"], totals["truncated"],
         totals["skipped"], tuple(text for block in blocks for text in block["problems"])[:EXAMPLES_KEPT],
+        f"{totals['digest'] % (1 << 64):016x}",
     )  # fmt: skip
     _check(corpus, data)
     if corpus.num_skipped:
@@ -233,10 +227,16 @@ def _keys(table: pa.Table, salt: str) -> list[int]:
 def _totals(table: pa.Table) -> pa.Table:
     train, good = _is_train(table), _is_good(table)
     targets, truncated = table["num_targets"].to_numpy(), table["truncated"].to_numpy()
-    totals = (good.sum(), train.sum(), targets[train].sum(), truncated[good].sum(), (~good).sum())
+    totals = (good.sum(), train.sum(), targets[train].sum(), truncated[good].sum(), (~good).sum(), _digest(table))
     problems = [text for text in table.column("problem").to_pylist() if text]
     columns = {name: pa.array([int(value)]) for name, value in zip(TOTALS, totals, strict=True)}
     return pa.table({**columns, "problems": pa.array([problems[:EXAMPLES_KEPT]], pa.list_(pa.string()))})
+
+
+def _digest(table: pa.Table) -> int:
+    """A sum of hashes, one a row, in 62 bits: blocks may come in any order and number."""
+    rows = zip(*(table.column(name).to_pylist() for name in ("row_id", "input_ids")), strict=True)
+    return sum(row_hash(f"{row_id} {ids}", "digest") for row_id, ids in rows) % (1 << 62)
 
 
 def _mixture(encoded: Dataset, data: DataConfig) -> list[int]:
@@ -280,17 +280,8 @@ def _conversations(source: str, on_bad_row: OnBadRow, report: ReadReport) -> Ite
     if source.startswith("nano:"):
         from aarlib.nano.world import conversations
 
-        split, rows = _parse_nano(source)
+        split, rows = parse_nano(source)
         return iter(conversations(split, rows))
     from aarlib.data.chat import read_conversations
 
     return read_conversations(source, on_bad_row, report)
-
-
-def _parse_nano(source: str) -> tuple[str, int]:
-    parts = source.split(":")
-    if len(parts) != 3 or not parts[1] or not parts[2].isdecimal() or int(parts[2]) == 0:
-        raise ValueError(
-            f"data.train = {source!r} is not of the form nano:<split>:<number of rows>, such as nano:sft:2000"
-        )
-    return parts[1], int(parts[2])

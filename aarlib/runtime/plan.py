@@ -1,7 +1,7 @@
 """What a run would train, from the model's geometry alone: no weights, no Ray. Bad methods are refused here."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from aarlib.training.config import RunConfig
 
@@ -37,8 +37,9 @@ def plan(config: RunConfig) -> Plan:
 
     try:
         geometry = load_config(config.model.name, config.model.revision, config.model.geometry)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"model.name = {config.model.name!r}: {str(error).splitlines()[0]}") from error
+    _check_length(config, geometry.get_text_config())
     model = meta_model(geometry)
     parts = anatomy(model)
     if config.data.packing:
@@ -64,6 +65,40 @@ def plan(config: RunConfig) -> Plan:
         config.model.name, len(parts.layers), parts.moe_layers, parts.aar_layers, parts.num_experts, parts.top_k,
         tuple(methods),
     )  # fmt: skip
+
+
+def _check_length(config: RunConfig, geometry: Any) -> None:
+    longest = getattr(geometry, "max_position_embeddings", None)
+    if longest is not None and config.data.sequence_length > longest:
+        raise ValueError(
+            f"data.sequence_length = {config.data.sequence_length} is more than the model's context of {longest}; shorten it"
+        )
+
+
+def check_inputs(config: RunConfig) -> list[str]:
+    """Data and chat template, as far as they are on this machine; one line on each that is not. Loads no weights.
+
+    A ValueError for data that is missing and that `prepare` does not ingest, and for a template that cannot be trained on.
+    """
+    from aarlib.data.chat import check_template
+    from aarlib.data.sources import find_sources
+    from aarlib.moe.loading import load_tokenizer
+
+    notes: list[str] = []
+    if config.data.domains:
+        return notes
+    try:
+        find_sources(config.data.train)
+    except ValueError:
+        if config.data.hub is None:
+            raise
+        notes.append(f"data not there yet: `python -m pipelines.prepare` ingests {config.data.hub}")
+    name = config.model.name
+    if name == "nano" or Path(name).is_dir():
+        check_template(load_tokenizer(name, config.model.revision, config.model.chat_template))
+    else:
+        notes.append(f"chat template not checked: it comes with the tokenizer of {name}")
+    return notes
 
 
 def estimated_rows(config: RunConfig) -> int | None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from aarlib.config import write_text_atomically
+from aarlib.config import read_json_object, write_text_atomically
 from aarlib.training.config import Run, RunConfig
 
 LOCK, WRITER_LOCK = ".lock", ".writer.lock"
@@ -106,7 +106,7 @@ def cut_history(path: Path, steps: int) -> None:
 
 def _stored(path: Path) -> dict[str, Any]:
     """The config of a run directory, fields added since it was written at their defaults."""
-    values = json.loads(path.read_text(encoding="utf-8"))
+    values = read_json_object(path)
     try:
         return RunConfig.from_mapping(values).model_dump(mode="json")
     except ValueError:

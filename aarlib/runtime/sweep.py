@@ -158,6 +158,28 @@ def check_sweep(config: RunConfig, study: Study, name: str) -> RunConfig:
     return base
 
 
+def check_space(config: RunConfig, study: Study, name: str) -> None:
+    """Every listed value of every path as a trial's config, one draw where it is drawn from. A ValueError names the path."""
+    values = {path: _values(domain) for path, domain in study.space.items()}
+    if not values:
+        raise ValueError(f"the study {name!r} varies nothing; give its space at least one config path")
+    first = {path: listed[0] for path, listed in values.items()}
+    for path, listed in values.items():
+        for value in listed:
+            try:
+                trial_config(config, study, {**first, path: value}, f"{config.name}-{name}")
+            except ValueError as error:
+                raise ValueError(f"the study {name!r} with {path} = {value!r}: {error}") from None
+
+
+def _values(domain: Any) -> list[Any]:
+    if isinstance(domain, Mapping) and "grid_search" in domain:
+        return list(domain["grid_search"])
+    if hasattr(domain, "categories"):
+        return list(domain.categories)
+    return [domain.sample() if hasattr(domain, "sample") else domain]
+
+
 def trial_config(config: RunConfig, study: Study, params: Mapping[str, Any], name: str) -> RunConfig:
     """The config of one trial: the study's fixed values, then `params`; only the methods that the study varies."""
     varied = {path.split(".")[1] for path in study.space if path.startswith("method.")}

@@ -13,13 +13,14 @@ from ray.train import FailureConfig, LoggingConfig, ScalingConfig
 from ray.train import RunConfig as TrainRunConfig
 from ray.train.torch import TorchTrainer
 
-from aarlib.config import write_text_atomically
+from aarlib.config import read_json_object, write_text_atomically
 from aarlib.data.chat import check_template
 from aarlib.data.corpora import separator_id
+from aarlib.data.sources import find_sources
 from aarlib.moe.loading import load_tokenizer
 from aarlib.runtime import tracking
 from aarlib.runtime.cluster import check_resources, connect, user_error, worker_environment
-from aarlib.runtime.corpus import Corpus, build_corpus, find_sources, ordered
+from aarlib.runtime.corpus import Corpus, build_corpus, ordered
 from aarlib.runtime.plan import Plan, plan
 from aarlib.runtime.run_directory import check_claim, claim, held, is_finished, pending_runs, run_directory
 from aarlib.runtime.session import Job, dataset_name, epochs_needed, total_steps
@@ -61,8 +62,20 @@ def train(config: RunConfig) -> TrainingResult:
     with held(config) as folder:
         prepared = prepare(config)
         claim(config)
-        write_text_atomically(folder / "data.json", json.dumps(prepared.corpus.record(), indent=2))
+        record_data(folder, prepared.corpus)
         return train_on(config, prepared, folder, planned, tracking.start(config, folder))
+
+
+def record_data(folder: Path, corpus: Corpus) -> None:
+    """data.json; a ValueError where the run was begun on other rows."""
+    path = folder / "data.json"
+    before = read_json_object(path).get("digest") if path.is_file() else None
+    if before not in (None, corpus.digest):
+        raise ValueError(
+            f"data.train: the rows are not those this run was begun on ({before} in {path}, {corpus.digest} now); "
+            "restore the files, or choose another name"
+        )
+    write_text_atomically(path, json.dumps(corpus.record(), indent=2))
 
 
 def check(config: RunConfig) -> Plan:
@@ -80,7 +93,9 @@ def check(config: RunConfig) -> Plan:
 
 def prepare(config: RunConfig) -> Prepared:
     """The corpus and the order of its rows for every seed and epoch that `config` needs."""
-    corpus = build_text_corpus(config.model, config.data) if config.data.domains else build_corpus(config.model, config.data)
+    corpus = (
+        build_text_corpus(config.model, config.data) if config.data.domains else build_corpus(config.model, config.data)
+    )
     epochs = range(epochs_needed(config, corpus.num_train))
     seeds = sorted({config.order_seed(run.seed) for run in pending_runs(run_directory(config), config)})
 

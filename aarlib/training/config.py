@@ -13,10 +13,10 @@ from aarlib.aar.config import AARConfig, RouterSFTConfig
 from aarlib.config import Config
 from aarlib.fdaa.config import AggregationConfig, FDAAConfig, StaticCalibratorConfig
 
-MethodConfig = Annotated[
-    RouterSFTConfig | AARConfig | FDAAConfig | StaticCalibratorConfig, Field(discriminator="name")
-]
+MethodConfig = Annotated[RouterSFTConfig | AARConfig | FDAAConfig | StaticCalibratorConfig, Field(discriminator="name")]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+Seed = Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]
 
 
 class ModelConfig(Config):
@@ -81,7 +81,7 @@ class DataConfig(Config):
 
 
 class OptimConfig(Config):
-    learning_rate: float = Field(default=1e-4, gt=0)
+    learning_rate: float = Field(default=1e-4, gt=0, allow_inf_nan=False)
     global_batch: int = Field(default=1024, ge=1)
     """Rows per optimizer step, over all workers."""
     micro_batch: int = Field(default=8, ge=1)
@@ -89,11 +89,11 @@ class OptimConfig(Config):
     epochs: int = Field(default=1, ge=1)
     max_steps: int | None = Field(default=None, ge=1)
     warmup_ratio: Fraction = 0.03
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     """Not in the paper; ours."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Not in the paper; ours."""
-    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    max_grad_norm: float | None = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Not in the paper; ours."""
     activation_checkpointing: bool = False
     log_every: int = Field(default=10, ge=1)
@@ -108,7 +108,7 @@ class RayConfig(Config):
     min_workers: int | None = Field(default=None, ge=1)
     """Elastic: start, and go on after a lost node, with as few workers as this; the result does not depend on their number."""
     use_gpu: bool = False
-    cpus_per_worker: float = Field(default=1, gt=0)
+    cpus_per_worker: float = Field(default=1, gt=0, allow_inf_nan=False)
     threads_per_worker: int = Field(default=1, ge=1)
     zero_stage: Literal[0, 1, 2, 3] = 0
     address: str | None = None
@@ -161,12 +161,28 @@ class RunConfig(Config):
     model: ModelConfig = ModelConfig()
     data: DataConfig
     method: dict[str, MethodConfig]
-    seeds: tuple[int, ...] = (0,)
+    seeds: tuple[Seed, ...] = Field(default=(0,), min_length=1)
     """Initialisation and data order."""
     optim: OptimConfig = OptimConfig()
     ray: RayConfig = RayConfig()
     tracking: TrackingConfig = TrackingConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, name: str) -> str:
+        """Trials of a sweep have names with slashes."""
+        parts = name.split("/")
+        if any(not part.strip() or part in (".", "..") or not part.isprintable() for part in parts):
+            raise ValueError("the run directory is <ray.storage>/<name>; give a plain name, such as olmoe_m40")
+        return name
+
+    @field_validator("seeds")
+    @classmethod
+    def _seeds(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(seeds)) != len(seeds):
+            raise ValueError("every seed is one training; give each once")
+        return seeds
 
     @field_validator("method")
     @classmethod
@@ -210,12 +226,16 @@ class RunConfig(Config):
         if bool(data.train) == bool(data.domains):
             raise ValueError("data: give either train (conversations) or domains (plain text)")
         if data.domains and (data.packing or data.proportions is not None):
-            raise ValueError("data.packing and data.proportions are for conversations; windows of text are full already")
+            raise ValueError(
+                "data.packing and data.proportions are for conversations; windows of text are full already"
+            )
         if data.held_out + data.test >= 1:
             raise ValueError(f"data.held_out = {data.held_out} and data.test = {data.test} leave nothing to train on")
         aggregation = [label for label, method in self.method.items() if isinstance(method, AggregationConfig)]
         if aggregation and data.packing:
-            raise ValueError(f"method.{aggregation[0]}: aggregation methods train on unpacked rows; set data.packing = false")
+            raise ValueError(
+                f"method.{aggregation[0]}: aggregation methods train on unpacked rows; set data.packing = false"
+            )
         if optim.population and len(self.seeds) > 1 and data.order_seed is None:
             raise ValueError("optim.population: heads of several seeds share their batches; set data.order_seed")
 

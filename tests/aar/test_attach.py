@@ -160,6 +160,21 @@ def test_top_1_with_renormalised_weights_is_refused():
     attach_aar(tiny_model("olmoe", num_experts_per_tok=1), RouterSFTConfig())
 
 
+def test_of_several_handles_one_is_enabled_at_a_time():
+    model = tiny_model("olmoe")
+    inputs = tiny_inputs(model)
+    first = identities.default_attach(model)
+    first.enabled = False
+    second = attach_aar(model, RouterSFTConfig())
+    with pytest.raises(ValueError, match="already attached to this model; detach\\(\\) the other handle, or set"):
+        first.enabled = True
+    with torch.no_grad():
+        stock = model(**inputs).logits
+        second.enabled = False
+        first.enabled = True
+        assert (model(**inputs).logits - stock).abs().max() > 1e-2
+
+
 def test_attaching_twice_is_refused_and_works_after_detach():
     model = tiny_model("olmoe")
     handle = attach_aar(model, RouterSFTConfig())

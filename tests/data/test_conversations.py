@@ -57,6 +57,7 @@ BAD = {
     '{"messages": []}': "must be a list of at least one message",
     '{"messages": ["a"]}': r"messages\[0\] is a str, not an object",
     '{"messages": [{"role": "human", "content": "a"}]}': r"messages\[0\].role = 'human' is not one of system, user",
+    '{"messages": [{"role": "user", "content": "\\ud800"}]}': r"messages\[0\] holds half of a surrogate pair",
     '{"messages": [{"role": "user"}]}': r"messages\[0\].content is a NoneType, not text",
     '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}': r"messages\[0\].content is a list, not text",
     '{"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}': "must be a list in an assistant message",

@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from aarlib.training.config import RunConfig
+from pipelines import train
 from pipelines.command_line import resolve_paths
 
 ROOT = Path(__file__).parents[2]
@@ -78,3 +79,24 @@ def test_the_dry_run_prints_the_trainable_counts(name: str, counts: dict[str, in
     assert result.returncode == 0, result.stderr
     for label, count in counts.items():
         assert re.search(rf"\b{label}\b.*\b{count:,}\b", result.stdout), result.stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--data.train=['nowhere/*.jsonl']"], "'nowhere/*.jsonl' names no"),
+        (["--data.train=['nano:sft']"], "is not of the form nano:<split>:<number of rows>"),
+        (["--data.sequence_length=1024"], "data.sequence_length = 1024 is more than the model's context of 512"),
+        (["--model.name=pipelines"], "model.name = 'pipelines': "),
+    ],
+)
+def test_a_dry_run_dies_where_training_would(overrides: list[str], message: str, tmp_path: Path, capsys):
+    assert train.main([str(CONFIGS / "nano_smoke.toml"), f"--ray.storage={tmp_path}", "--dry-run", *overrides]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_says_what_it_could_not_check(capsys):
+    assert train.main([str(CONFIGS / "qwen15_moe_tulu3.toml"), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "chat template not checked: it comes with the tokenizer of Qwen/" in shown and "data not there yet" in shown

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from aarlib.runtime.run_directory import claim
+from aarlib.training.config import RunConfig
 from pipelines import evaluate
 
 pytest.importorskip("ray")
@@ -23,6 +25,16 @@ CONFIG = str(Path(evaluate.__file__).parent / "configs" / "nano_demo.toml")
 def test_help_loads_nothing_heavy():
     result = subprocess.run([sys.executable, "-c", HELP], check=False, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_another_config_than_the_run_was_trained_with_is_refused(tmp_path, capsys):
+    config = RunConfig.from_toml(CONFIG, [f"ray.storage={tmp_path}"])
+    claim(config)
+    arguments = [CONFIG, f"--ray.storage={tmp_path}", "--dry-run"]
+    assert evaluate.main([*arguments, "--optim.max_steps=7"]) == 2
+    assert "exists with another config (optim.max_steps" in capsys.readouterr().err
+    assert evaluate.main([*arguments, "--evaluate.limit=7"]) == 2
+    assert "holds no adapter" in capsys.readouterr().err
 
 
 REFUSED = """

@@ -17,12 +17,16 @@ def test_dry_run_checks_the_study_against_the_model(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([SMOKE, "--space", "nonsense"], "--space 'nonsense' is no file of tune_spaces; there are: aar_window_layers"),
+        ([SMOKE, "--space", "nonsense"], "--space 'nonsense' is no file of tune_spaces; there are: aar_layers, "),
         (
             [SMOKE, "--space", "aar_window_layers", '--method={router_sft = {name = "router_sft"}}'],
             "the study varies method ['aar'], which the config has not; it has ['router_sft']",
         ),
         ([SMOKE, "--space", "aar_window_layers", "--data.train=['nowhere.jsonl']"], "'nowhere.jsonl' names no"),
+        (
+            [SMOKE, "--space", "aar_window_layers", "--data.sequence_length=16", "--method.aar.window=8", "--dry-run"],
+            "the study 'aar_window_layers' with method.aar.window = 32: ",
+        ),
     ],
 )
 def test_bad_input(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

@@ -17,9 +17,9 @@ from tests.runtime.conversations import write_conversations
 pytestmark = pytest.mark.ray
 ray = pytest.importorskip("ray")
 
+from aarlib.data.sources import find_sources  # noqa: E402
 from aarlib.runtime import held_out  # noqa: E402
 from aarlib.runtime.batches import encoded_rows  # noqa: E402
-from aarlib.data.sources import find_sources  # noqa: E402
 from aarlib.runtime.corpus import build_corpus, ordered  # noqa: E402
 from aarlib.training.config import DataConfig, ModelConfig  # noqa: E402
 
