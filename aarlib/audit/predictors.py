@@ -17,7 +17,7 @@ from aarlib.audit.head import LAYER_EMBEDDING, AggregationHead
 
 PROJECTION_SIZE = 128
 HIDDEN_SIZE = 512
-BATCH = 256
+BATCH = 128
 Kind = Literal["reranker", "gradient_field", "credit_subspace", "leaked"]
 KINDS: tuple[Kind, ...] = ("reranker", "gradient_field", "credit_subspace", "leaked")
 
@@ -122,7 +122,7 @@ class Predictor(NamedTuple):
 
 
 def fit(
-    kind: Kind, examples: Examples, num_experts: int, seed: int, num_steps: int = 600, learning_rate: float = 1e-3
+    kind: Kind, examples: Examples, num_experts: int, seed: int, num_steps: int = 400, learning_rate: float = 1e-3
 ) -> Predictor:
     """Train a predictor on exact labels with AdamW; batches drawn by `seed`. ValueError where there are no examples."""
     if examples.hidden.shape[0] == 0:

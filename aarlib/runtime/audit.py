@@ -171,6 +171,8 @@ def domain_documents(source: str) -> Iterator[TextDocument]:
 
 
 def _text_files(pattern: str) -> list[str]:
+    if "$" in pattern:
+        raise ValueError(f"audit.domains: {pattern!r} names an environment variable that is not set; export it")
     found = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
     if not found:
         raise ValueError(

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from aarlib.studies.audit import ALL_SEEDS, POOLED, audit_tables
+from aarlib.studies.audit_findings import verdicts
 from aarlib.studies.audit_predictors import predictor_tables
 from aarlib.studies.intervals import distinct, select
 
@@ -112,6 +113,7 @@ def tables(found: Results) -> dict[str, str]:
         ):
             shown[f"{name}_{horizon}"] = _by_domain(part, measures)
         shown[f"layers_{horizon}"] = _by_layer(part)
+    shown["findings"] = _findings(found, select(frame, horizon=distinct(frame, "horizon")[0]))
     shown["seeds"] = _by_seed(select(frame, horizon=distinct(frame, "horizon")[0]))
     shown["ranks"] = _ranks(frame_of(found, "by_rank"))
     shown["choices"] = _choices(frame_of(found, "choices"))
@@ -120,6 +122,14 @@ def tables(found: Results) -> dict[str, str]:
         shown["fits"] = _fits(frame_of(found, "fits"))
         shown["predictors"] = _predictors(frame_of(found, "predictors"))
     return shown
+
+
+def _findings(found: Results, part: pd.DataFrame) -> str:
+    pooled = [select(part, seed=ALL_SEEDS, layer=POOLED)]
+    if "predictors" in found:
+        pooled.append(select(frame_of(found, "predictors"), seed=ALL_SEEDS))
+    top_k = sum(name.startswith("best_") for name in distinct(frame_of(found, "by_rank"), "measure"))
+    return markdown(*verdicts(pd.concat(pooled), top_k))
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
