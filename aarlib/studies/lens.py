@@ -108,10 +108,10 @@ def locality(layers: Senders) -> pd.DataFrame:
     return pd.DataFrame(
         [
             _row(table.interval(ratio(0, 1)), measure="distance weighted by APS"),
-            _row(table.interval(ratio(2, 3)), measure="distance weighted by |ANS|"),
-            _row(table.interval(lambda s: s[..., 2] / s[..., 3] - s[..., 0] / s[..., 1]), measure="|ANS| minus APS"),
+            _row(table.interval(ratio(2, 3)), measure="distance weighted by ANS"),
+            _row(table.interval(lambda s: s[..., 2] / s[..., 3] - s[..., 0] / s[..., 1]), measure="ANS minus APS"),
             _row(Interval(plain, float("nan"), float("nan")), measure="unweighted"),
-            _row(table.interval(ratio(3, 1)), measure="sum of |ANS| / sum of APS"),
+            _row(table.interval(ratio(3, 1)), measure="absolute ANS / APS"),
         ]
     )
 

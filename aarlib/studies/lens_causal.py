@@ -122,6 +122,7 @@ def ioi_tables(causal: pd.DataFrame) -> dict[str, pd.DataFrame]:
     difference = _of(causal, record="logit_difference")["value"]
     rows.append(_interval_row(difference > 0, measure="prompts with the answer above the repeated name"))
     rows.append(_interval_row(difference, measure="logit difference"))
+    rows.append(_interval_row(values["direct"].sum(axis=1), measure="of it, written directly by all heads together"))
     measured = values["direct"].index % 2 == 1
     for side, text in (("last", "at the last token"), ("all", "over all tokens")):
         variance = values[side][measured]

@@ -4,6 +4,7 @@ N documents (or units), C senders, R receivers.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,6 @@ from aarlib.stats import RESAMPLES, Interval
 
 Array = NDArray[np.float64]
 MEASURES = ("variance", "aps", "ans", "aarv")
-_DRAWS_PER_CHUNK = 2_000_000
 
 
 class Senders(NamedTuple):
@@ -87,14 +87,17 @@ class Resampled(NamedTuple):
 
 
 def resampled(values: Array, seed: int = 0) -> Resampled:
+    return Resampled(values.sum(0), _counts(len(values), seed) @ values)
+
+
+@lru_cache(maxsize=4)
+def _counts(size: int, seed: int) -> NDArray[np.float32]:
+    """How often each of `size` samples is drawn in each resample; drawn once, as many tables have the same samples."""
     generator = np.random.default_rng(seed)
-    size = len(values)
-    rows = max(1, _DRAWS_PER_CHUNK // size)
-    draws = [
-        generator.multinomial(size, np.full(size, 1 / size), size=min(rows, RESAMPLES - start)) @ values
-        for start in range(0, RESAMPLES, rows)
-    ]
-    return Resampled(values.sum(0), np.concatenate(draws))
+    counts = np.zeros((RESAMPLES, size), dtype=np.float32)
+    for row in counts:
+        row += np.bincount(generator.integers(0, size, size), minlength=size)
+    return counts
 
 
 def mean_interval(values: Array) -> Interval:
