@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,47 @@ def test_eight_trials_at_once_on_an_empty_store(tmp_path: Path) -> None:
     assert len(killed) == 1 and client.get_run(killed[0]).data.metrics["held_out/ce"] == 7.0
     tracking.start(settings, tmp_path / "sweep")
     assert client.get_run(killed[0]).info.status == "FAILED"
+
+
+@pytest.mark.slow
+def test_a_remote_server(tmp_path: Path) -> None:
+    """Its store and artefacts are the server's; the client knows the URI only."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        Path(sys.executable).with_name("mlflow"), "server", "--host=127.0.0.1", f"--port={port}", "--workers=1",
+        f"--backend-store-uri=sqlite:///{tmp_path / 'server.db'}", f"--artifacts-destination={tmp_path / 'artefacts'}",
+    ]  # fmt: skip
+    with (tmp_path / "server.log").open("wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    try:
+        _wait_for_port(port, server)
+        settings = config(tmp_path / "runs", **{"tracking.uri": f"http://127.0.0.1:{port}"})
+        started = tracking.start(settings, claim(settings))
+        assert started.parent is not None and not started.problems
+        log = tracking.RunLogger(started, "aar-seed0")
+        log.log({"train/ce": 1.5}, 0)
+        assert not log.problems
+        assert tracking.finish(started, tracking.FINISHED, {"aar-seed0": tracking.FINISHED}) == []
+        client = tracking._client(started.uri)
+        assert client.get_run(started.children["aar-seed0"]).data.metrics == {"train/ce": 1.5}
+        assert client.get_run(started.parent).info.status == "FINISHED"
+        assert [path.name for path in (tmp_path / "artefacts").rglob("config.json")] == ["config.json"]
+        assert not (tmp_path / "runs" / "mlflow.db").exists()
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait()
+
+
+def _wait_for_port(port: int, server: subprocess.Popen[bytes]) -> None:
+    for _ in range(1200):
+        assert server.poll() is None, "the server ended"
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise AssertionError("the server did not come up")
 
 
 def test_refusals_are_reported_and_do_not_raise(tmp_path: Path) -> None:
