@@ -124,8 +124,9 @@ def capture(arguments: Arguments, lengths: Sequence[int]) -> dict[str, Any]:
             print(judged(name, value, bench.EAGER_TARGET, at_least=True) if judge else f"  {name}: {value:.2f}")
         print("  extra memory: " + ", ".join(f"{way} {gib(peak)}" for way, peak in row.memory_gib.items()), flush=True)
     growth = {row.length: row.memory_gib["ours"] for row in rows}
-    if growth.get(2048) and growth.get(8192):
-        print(judged("extra peak of ours, 8192 over 2048", growth[8192] / growth[2048], bench.MEMORY_TARGET))  # pyright: ignore[reportOptionalOperand]
+    short, long = growth.get(2048), growth.get(8192)
+    if short and long:
+        print(judged("extra peak of ours, 8192 over 2048", long / short, bench.MEMORY_TARGET))
     arguments.out.mkdir(parents=True, exist_ok=True)
     turns, peaks = [row.turns for row in rows], [row.memory_gib for row in rows]
     draw(arguments.out / "capture.png", "Attention with windows", lengths, turns, peaks)

@@ -42,9 +42,10 @@ class Problem(NamedTuple):
 def problem(length: int, heads: int, head_dim: int, window: int) -> Problem:
     generator = torch.Generator().manual_seed(0)
     shape = (1, heads, length, head_dim)
-    leaves = [torch.randn(shape, generator=generator).requires_grad_() for _ in range(3)]
-    grads = torch.randn(shape, generator=generator), torch.randn(1, length, window, generator=generator)
-    return Problem(*leaves, *grads, window)
+    query, key, value = (torch.randn(shape, generator=generator).requires_grad_() for _ in range(3))
+    grad_output = torch.randn(shape, generator=generator)
+    grad_windows = torch.randn(1, length, window, generator=generator)
+    return Problem(query, key, value, grad_output, grad_windows, window)
 
 
 class _NoGroups:

@@ -106,7 +106,7 @@ def _in_the_trainer(model: Any, ids: Tensor, steps: int) -> dict[str, Any]:
 
     class KeepsLosses(Trainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            loss = super().compute_loss(*args, **kwargs)
+            loss: Any = super().compute_loss(*args, **kwargs)
             losses.append(float(loss.detach()))
             return loss
 

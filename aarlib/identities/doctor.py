@@ -17,6 +17,7 @@ from aarlib.aar.config import AARConfig, RouterSFTConfig
 from aarlib.identities import routing
 from aarlib.identities.routing import Inputs, error, relative_norm
 from aarlib.moe.anatomy import anatomy
+from aarlib.moe.families import Family
 
 STOCK_FACTOR = 2.0
 
@@ -47,6 +48,7 @@ class Patient(NamedTuple):
     inputs: Inputs
     window: int
     half: bool
+    family: Family | None
 
     @property
     def measure(self) -> Callable[[Tensor, Tensor], float]:
@@ -66,17 +68,24 @@ class Identity(NamedTuple):
 
 
 def examine(
-    model: Any, attach: Callable[[Any], RoutingHandle] | None = None, window: int = 20, length: int = 48, seed: int = 0
+    model: Any,
+    attach: Callable[[Any], RoutingHandle] | None = None,
+    window: int = 20,
+    length: int = 48,
+    seed: int = 0,
+    family: Family | None = None,
 ) -> Iterator[Finding]:
     """Run every identity on `model`, which carries no handle and is left as it was. `attach` puts on the routers to be examined
-    (default: attention-aware ones, randomised at O(1), on the last half of the layers that allow them)."""
+    (default: attention-aware ones, randomised at O(1), on the last half of the layers that allow them). `family`: a row of your
+    own, for a model whose family is not in the table."""
     dtype = model.get_input_embeddings().weight.dtype
     patient = Patient(
         model,
-        attach or (lambda stock: routing.default_attach(stock, window=window)),
+        attach or (lambda stock: routing.default_attach(stock, window=window, family=family)),
         random_inputs(model, length, seed),
         window,
         dtype in (torch.bfloat16, torch.float16),
+        family,
     )
     for identity in IDENTITIES:
         start = time.perf_counter()
@@ -127,16 +136,16 @@ def _bites(patient: Patient) -> Outcome:
 
 
 def _selection(patient: Patient) -> Outcome:
-    return Outcome(routing.selection_against_gate(patient.model, patient.inputs))
+    return Outcome(routing.selection_against_gate(patient.model, patient.inputs, patient.family))
 
 
 def _expert_sum(patient: Patient) -> Outcome:
-    return Outcome(routing.expert_sum_against_block(patient.model, patient.inputs, measure=patient.measure))
+    return Outcome(routing.expert_sum_against_block(patient.model, patient.inputs, patient.family, patient.measure))
 
 
 def _windows(patient: Patient) -> Outcome:
-    value = routing.windows_against_eager(patient.model, patient.window, patient.inputs, measure=patient.measure)
-    return Outcome(value)
+    arguments = (patient.model, patient.window, patient.inputs, patient.family, patient.measure)
+    return Outcome(routing.windows_against_eager(*arguments))
 
 
 def _logits(patient: Patient) -> Outcome:
@@ -156,7 +165,7 @@ def _gradients(patient: Patient) -> Outcome:
 
     stock = None
     if patient.half:
-        plain = attach_aar(patient.model, RouterSFTConfig())
+        plain = attach_aar(patient.model, RouterSFTConfig(), family=patient.family)
         stock = run(plain)
         plain.detach()
     return Outcome(_attached(patient, run), stock)
@@ -175,14 +184,14 @@ def _batch(patient: Patient) -> Outcome:
 
 
 def _packed(patient: Patient) -> Outcome:
-    if any(layer.linear_attention is not None for layer in anatomy(patient.model).layers):
+    if any(layer.linear_attention is not None for layer in anatomy(patient.model, patient.family).layers):
         return Outcome(0.0, None, "not run: linear attention, for which packing is refused")
     ids = patient.inputs["input_ids"][:1]
     third = ids.shape[1] // 3
     lengths = [third, third // 2, ids.shape[1] - third - third // 2]
     return _both(
         patient,
-        lambda: routing.packed_against_single(patient.model, ids, lengths, measure=patient.measure),
+        lambda: routing.packed_against_single(patient.model, ids, lengths, patient.family, patient.measure),
     )
 
 

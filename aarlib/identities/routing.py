@@ -184,12 +184,12 @@ def selection_against_gate(model: Any, inputs: Inputs, family: Family | None = N
     parts = anatomy(model, family)
     with torch.no_grad(), record(model, router_logits=True, dispatch=True, family=family) as stock:
         model(**inputs)
-    worst = 0.0
+    worst, hidden_dtype = 0.0, model.get_input_embeddings().weight.dtype
     for index in parts.moe_layers:
         router, (weights, expert_ids) = parts.layers[index].router, stock.dispatch[index]
         assert router is not None
         logits = stock.router_logits[index].flatten(0, 1).float()
-        ours = Selector(parts, router)(logits, weights.dtype)
+        ours = Selector(parts, router)(logits, hidden_dtype)
         if not torch.equal(ours.expert_ids, expert_ids.flatten(0, 1)) or ours.weights.dtype != weights.dtype:
             return float("inf")
         worst = max(worst, error(ours.weights, weights.flatten(0, 1)))

@@ -10,8 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from aarlib.moe import kernels
-from aarlib.moe.kernels import Kernel
+from aarlib.moe.kernels import KERNELS, Kernel
 from aarlib.moe.windows_blockwise import causal_mask
 
 logger = logging.getLogger("aarlib")
@@ -57,7 +56,7 @@ def choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, backe
         backend = _forced[-1]
     chosen = None
     if backend == "auto":
-        chosen = next((kernel for kernel in kernels.KERNELS if _suits(kernel, query, key, value, mask)), None)
+        chosen = next((kernel for kernel in KERNELS if _suits(kernel, query, key, value, mask)), None)
         if chosen is not None and not _trusted(chosen, query, key, value, mask):
             chosen = None
     elif backend != "blockwise":
@@ -72,10 +71,10 @@ def choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, backe
 
 
 def _named(name: str) -> Kernel:
-    for kernel in kernels.KERNELS:
+    for kernel in KERNELS:
         if kernel.name == name:
             return kernel
-    known = ", ".join(kernel.name for kernel in kernels.KERNELS)
+    known = ", ".join(kernel.name for kernel in KERNELS)
     raise ValueError(f"backend is {name!r}: use 'auto', 'blockwise' or one of {known}")
 
 
@@ -104,7 +103,8 @@ def _trusted(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, mask: Te
 @torch.no_grad()
 def self_check(kernel: Kernel, signature: Signature) -> float:
     """Largest relative error of output, log-sum-exp and gradients (through both) on a few random rows; inf where it fails."""
-    query, key, value, grad_output, grad_lse = _random_inputs(signature)
+    inputs = _random_inputs(signature)
+    query, key, value, grad_output, grad_lse = inputs
     scale, rows = signature.head_dim**-0.5, CHECKED_ROWS
     mask = None
     if signature.masked:
@@ -118,30 +118,37 @@ def self_check(kernel: Kernel, signature: Signature) -> float:
     except RuntimeError as problem:  # what a kernel raises that does not run on this device
         logger.warning("attention kernel %s does not run here: %s", kernel.name, str(problem).splitlines()[0])
         return float("inf")
-    expected = _plain(*(t.detach().double() for t in (query, key, value, grad_output, grad_lse)), mask, scale)
+    expected = _plain(_Inputs(*(tensor.detach().double() for tensor in inputs)), mask, scale)
     return max(_error(ours, theirs) for ours, theirs in zip((*found, *gradients), expected, strict=True))
 
 
-def _random_inputs(signature: Signature) -> list[Tensor]:
+class _Inputs(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    grad_output: Tensor
+    grad_lse: Tensor
+
+
+def _random_inputs(signature: Signature) -> _Inputs:
     generator = torch.Generator().manual_seed(0)
     heads, rows = 2 * signature.group, CHECKED_ROWS
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(signature.device, signature.dtype)
 
-    return [
+    return _Inputs(
         draw(1, heads, rows, signature.head_dim),
         draw(1, 2, rows, signature.head_dim),
         draw(1, 2, rows, signature.value_dim),
         draw(1, heads, rows, signature.value_dim),
         draw(1, heads, rows).float(),
-    ]
+    )
 
 
-def _plain(
-    query: Tensor, key: Tensor, value: Tensor, grad_output: Tensor, grad_lse: Tensor, mask: Tensor | None, scale: float
-) -> tuple[Tensor, ...]:
+def _plain(inputs: _Inputs, mask: Tensor | None, scale: float) -> tuple[Tensor, ...]:
     """Output, log-sum-exp and gradients written out: dL/ds = p (grad . v - sum(output grad) + dL/dlse)."""
+    query, key, value, grad_output, grad_lse = inputs
     group, rows = query.shape[1] // key.shape[1], query.shape[2]
     allowed = causal_mask(rows, rows, query.device) if mask is None else mask
     keys, values = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))

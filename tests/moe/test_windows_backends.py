@@ -84,7 +84,7 @@ def test_a_corrupted_log_sum_exp_is_caught_and_block_wise_serves(
 ) -> None:
     good = backends._named("cpu_flash")
     bad = good._replace(attend=lambda *arguments: corrupt(good.attend(*arguments)))
-    monkeypatch.setattr(kernels, "KERNELS", (bad,))
+    monkeypatch.setattr(backends, "KERNELS", (bad,))
     query, key = draw(1, 4, 8, 16, dtype=dtype), draw(1, 2, 8, 16, dtype=dtype)
     with caplog.at_level(logging.WARNING, "aarlib"):
         found = attention_with_windows(query, key, key, mask=None, scale=0.25, window=4)
@@ -101,7 +101,7 @@ def test_a_kernel_that_does_not_run_is_left_aside(
 ) -> None:
     """The CUDA kernels do not run on CPU tensors: what a device without the kernel would answer."""
     flash = backends._named("cuda_flash")._replace(device="cpu")
-    monkeypatch.setattr(kernels, "KERNELS", (flash,))
+    monkeypatch.setattr(backends, "KERNELS", (flash,))
     query = draw(1, 2, 8, 16, dtype=torch.bfloat16)
     with caplog.at_level(logging.WARNING, "aarlib"):
         attention_with_windows(query, query, query, mask=None, scale=0.25, window=4)
