@@ -102,7 +102,10 @@ def credits(
     check_freedom(parts.top_k)
     _check_windows(parts)
     chosen = [parts.moe_layer(layer).index for layer in layers]
-    horizons = _horizons(input_ids, documents(input_ids, attention_mask, position_ids), horizon, positions)
+    found = documents(input_ids, attention_mask, position_ids)
+    if attention_mask is not None and len(found) > len({document.row for document in found}):
+        raise ValueError("attention_mask: rows of packed documents take none; pass position_ids alone, without padding")
+    horizons = _horizons(input_ids, found, horizon, positions)
     with torch.enable_grad(), zero_leaves(parts, chosen) as sums:
         ce = _ce(model, input_ids, horizons.targets, attention_mask, position_ids, family)
         gradients = _gradients(ce, horizons, sums)

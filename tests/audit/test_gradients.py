@@ -81,6 +81,9 @@ def test_bad_input_is_refused():
         gradient_utilities(model, ids, [0], horizon=0)
     with pytest.raises(ValueError, match="positions: 16 is outside"):
         gradient_utilities(model, ids, [0], positions=[16])
+    packed = torch.cat([torch.arange(9), torch.arange(LENGTH - 9)]).expand_as(ids)
+    with pytest.raises(ValueError, match="attention_mask: rows of packed documents take none"):
+        gradient_utilities(model, ids, [0], torch.ones_like(ids), position_ids=packed)
     with pytest.raises(ValueError, match="num_experts_per_tok = 1"):
         gradient_utilities(tiny_model("olmoe", num_experts_per_tok=1), ids, [0])
 
