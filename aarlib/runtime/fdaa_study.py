@@ -133,7 +133,7 @@ def _check_unseen(config: FDAAStudyConfig, name: str, trained: RunConfig) -> Non
 
 
 def describe_training(config: FDAAStudyConfig, name: str) -> dict[str, Any]:
-    """Of a run directory: windows of each text and passes over them, tokens of a head, CE on development windows."""
+    """Of a run directory: windows seen of each text and passes over them, tokens of a head, CE on development windows."""
     folder = Path(config.ray.storage).expanduser().resolve() / name
     trained = RunConfig.from_mapping(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     results = {
@@ -148,9 +148,6 @@ def describe_training(config: FDAAStudyConfig, name: str) -> dict[str, Any]:
         text = row_id.rpartition(":")[0] if row_id.startswith("nano:") else row_id.partition(":")[0]
         windows[text] += 1
         draws[text] += count
-    if len(windows) == 1:
-        corpus = json.loads((folder / "data.json").read_text(encoding="utf-8"))
-        windows = Counter({text: max(count, int(corpus["num_train"])) for text, count in windows.items()})
 
     def ce(method: str) -> list[float]:
         return [result["held_out_ce"] for run, result in results.items() if run.method.name == method]

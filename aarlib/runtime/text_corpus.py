@@ -92,12 +92,17 @@ def build_text_corpus(model: ModelConfig, data: DataConfig) -> Corpus:
         encoded = map_blocks(listed, read_windows, **settings).materialize()
     except RayTaskError as error:
         raise user_error(error) from error
+    counts = np.array([len(ids) for ids in _ids_by_domain(encoded, data)])
+    _check_counts(data, counts)
     held_out = by_hash(encoded, "held_out_order", held_out=True)
     if data.max_held_out is not None:
         held_out = held_out.limit(data.max_held_out)
     held_out = held_out.materialize()
-    counts = np.array([len(ids) for ids in _ids_by_domain(encoded, data)])
-    _check(data, counts, held_out.count())
+    if held_out.count() < 2:
+        raise ValueError(
+            f"data.held_out = {data.held_out} leaves {held_out.count()} windows to evaluate on; at least 2 are needed: give "
+            "more documents, or raise it"
+        )
     units = -(-counts.max() // data.unit_rows) * len(counts)
     for name, count in zip(data.domains, counts.tolist(), strict=True):
         passes = units // len(counts) * data.unit_rows / count
@@ -107,18 +112,13 @@ def build_text_corpus(model: ModelConfig, data: DataConfig) -> Corpus:
     return Corpus(encoded, held_out, num_train, held_out.count(), targets, 0)
 
 
-def _check(data: DataConfig, counts: Any, num_held_out: int) -> None:
+def _check_counts(data: DataConfig, counts: Any) -> None:
     for name, count in zip(data.domains, counts.tolist(), strict=True):
         if count == 0:
             raise ValueError(
                 f"data.domains.{name}: its training documents fill no window of data.sequence_length = "
                 f"{data.sequence_length}; give more text, shorten the windows, or lower data.held_out and data.test"
             )
-    if num_held_out < 2:
-        raise ValueError(
-            f"data.held_out = {data.held_out} leaves {num_held_out} windows to evaluate on; at least 2 are needed: give more "
-            "documents, or raise it"
-        )
 
 
 def read_windows(table: pa.Table, model: dict[str, Any], data: dict[str, Any]) -> pa.Table:
@@ -185,6 +185,8 @@ def _passes(ids: list[str], size: int, salt: str) -> list[str]:
 def _ids_by_domain(encoded: Any, data: DataConfig) -> list[Any]:
     """Row ids of the training windows of each domain; ids only are held here, never rows."""
     blocks = list(map_blocks(encoded, _train_ids).iter_batches(batch_size=None, batch_format="numpy"))
+    if not blocks:
+        return [np.array([], dtype=object)] * len(data.domains)
     domains, ids = (np.concatenate([block[name] for block in blocks]) for name in ("pattern", "row_id"))
     return [ids[domains == index] for index in range(len(data.domains))]
 
