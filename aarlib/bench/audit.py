@@ -33,6 +33,8 @@ class Comparison(NamedTuple):
     """What the plain way's measured time is multiplied by to stand for the whole work."""
     ours: Measurement
     speedup: float
+    cpu_speedup: float
+    """The same of processor times."""
     target: float
     met: bool
 
@@ -45,8 +47,8 @@ def run(threads: int = 1, repeats: int = 5) -> list[Comparison]:
         return measure(f"aarlib.bench.audit:{variant}", settings, threads, repeats)
 
     def compare(name: str, plain: Measurement, scale: float, ours: Measurement, target: float) -> Comparison:
-        speedup = plain.median_s * scale / ours.median_s
-        return Comparison(name, plain, scale, ours, speedup, target, speedup >= target)
+        speedup, cpu_speedup = plain.median_s * scale / ours.median_s, plain.cpu_s * scale / ours.cpu_s
+        return Comparison(name, plain, scale, ours, speedup, cpu_speedup, target, speedup >= target)
 
     forwards, samples, scale = timed("whole_forwards"), len(LAYERS), NUM_POSITIONS * len(LAYERS) / PLAIN_BACKWARDS
     return [
