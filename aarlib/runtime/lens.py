@@ -50,6 +50,7 @@ COLUMNS = {
     "ans_first": "as ans, first tokens alone",
     "value": "recall: sum over tokens; counts: how often `sender` was chosen; closure: the error of the sum over layers",
     "unit": "unit of work",
+    "text": "the document that the piece is from; empty: the whole unit",
 }
 
 
@@ -78,7 +79,16 @@ def check(config: LensRunConfig) -> Anatomy:
 
 def influence(config: LensRunConfig, folder: Path) -> pd.DataFrame:
     """Round one: a record for each sender, receiver and piece (layers, heads) or unit (experts, neurons); COLUMNS."""
-    return run_round(config, folder / "influence", influence_units(config), InfluenceWorker, "influence")
+    units = influence_units(config)
+    records = run_round(config, folder / "influence", units, InfluenceWorker, "influence")
+    return with_texts(records, units)
+
+
+def with_texts(records: pd.DataFrame, units: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """A column `text`: the document that a piece is from, over which intervals resample."""
+    texts = {(unit["source"], piece["number"]): piece["document"] for unit in units for piece in unit["pieces"]}
+    keys = zip(records["source"], records["document"], strict=True)
+    return records.assign(text=[None if pd.isna(number) else texts[source, int(number)] for source, number in keys])
 
 
 def run_round(
@@ -197,7 +207,7 @@ class InfluenceWorker(LensWorker):
         closure["value"] = closure_error(reading, layer_scores(reading))
         frames += [_recall_records(reading, self.lags, pieces), _count_records(reading), pd.DataFrame([closure])]
         found = pd.concat(frames, ignore_index=True).assign(source=unit["source"])
-        return found.reindex(columns=[name for name in COLUMNS if name != "unit"])
+        return found.reindex(columns=[name for name in COLUMNS if name not in ("unit", "text")])
 
 
 def records_by_document(sums: Sums, level: str, pieces: Sequence[Mapping[str, Any]]) -> pd.DataFrame:

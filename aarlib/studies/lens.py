@@ -173,7 +173,7 @@ def recall(records: pd.DataFrame, source: str) -> pd.DataFrame:
     for (receiver, lag), group in rows.groupby(["receiver", "lag"]):
         picks = by_expert[receiver]
         top_k = round(float(picks.sum() / units[receiver]))
-        table = resampled(group[["value", "tokens"]].to_numpy(dtype=np.float64))
+        table = resampled(group.groupby("text")[["value", "tokens"]].sum().to_numpy(dtype=np.float64))
         common = float(picks.sort_values().iloc[-top_k:].sum() / picks.sum())
         row = _row(table.interval(ratio(0, 1)), receiver=int(receiver), lag=int(lag))
         found.append({**row, "chance": top_k / num_experts, "commonest": common})

@@ -47,13 +47,14 @@ class Senders(NamedTuple):
 
 
 def senders_of(records: pd.DataFrame, source: str, level: str) -> Senders:
-    """Of one source and level; samples are documents where the records are by document, else units."""
+    """Of one source and level; samples are documents, all their pieces together, where the records are by piece, else units."""
     rows: Any = records[(records["record"] == "moments") & (records["level"] == level) & (records["source"] == source)]
     if rows.empty:
         raise ValueError(
             f"source = {source!r}, level = {level!r}: no records; sources: {sorted(set(records['source']))}"
         )
-    sample = rows["document"] if rows["document"].notna().all() else rows["unit"]
+    by_piece = rows["document"].notna().all()
+    sample = rows["text"] if by_piece else rows["unit"]
     names = list(dict.fromkeys(rows["sender"]))
     receivers = sorted(int(receiver) for receiver in set(rows["receiver"]))
     labels, n = np.unique(sample.to_numpy(), return_inverse=True)
@@ -64,11 +65,13 @@ def senders_of(records: pd.DataFrame, source: str, level: str) -> Senders:
     for name in (*MEASURES, *(f"{measure}_first" for measure in MEASURES), "selected", "largest"):
         if name in rows and bool(rows[name].notna().any()):
             sums[name] = np.zeros(shape)
-            sums[name][n, c, r] = rows[name].to_numpy(dtype=np.float64)
+            add = np.maximum if name == "largest" else np.add
+            add.at(sums[name], (n, c, r), rows[name].to_numpy(dtype=np.float64))
     reached = np.zeros(shape[1:], dtype=np.bool_)
     reached[c, r] = True
-    tokens, first = np.zeros(shape[0]), np.zeros(shape[0])
-    tokens[n], first[n] = rows["tokens"].to_numpy(dtype=np.float64), rows["first_tokens"].to_numpy(dtype=np.float64)
+    pieces = rows.assign(sample=n).drop_duplicates(["sample", "document"] if by_piece else "sample")
+    counts = [np.bincount(pieces["sample"], pieces[name], shape[0]) for name in ("tokens", "first_tokens")]
+    tokens, first = (count.astype(np.float64) for count in counts)
     return Senders(tuple(names), tuple(receivers), sums, tokens, first, reached)
 
 

@@ -14,7 +14,7 @@ def record(document, sender, receiver, variance, aps=1.0, ans=-1.0, aarv=0.0, le
     return {
         **{"record": "moments", "source": "text", "level": level, "document": document, "sender": sender},
         **{"receiver": receiver, "variance": variance, "aps": aps, "ans": ans, "aarv": aarv, "tokens": tokens},
-        **{"unit": f"text-{document:04d}", **first, **more},
+        **{"unit": f"text-{document:04d}", "text": f"doc:{document}", **first, **more},
     }
 
 
@@ -51,6 +51,13 @@ def test_records_become_documents_by_senders_by_receivers(layers):
     assert layers.frame().loc["moe.0", 1] == pytest.approx(0.8)
     assert np.isnan(layers.frame().loc["moe.1", 1])
     assert layers.frame(without_first=True).loc["moe.0", 1] == pytest.approx(2 * (8.0 - 0.8) / 18)
+    chunks = pd.DataFrame([record(0, "attn.0", 0, 1.0), {**record(1, "attn.0", 0, 2.0, tokens=5), "text": "doc:0"}])
+    together = senders_of(chunks, "text", "layer")
+    assert (
+        together.sums["variance"].tolist() == [[[3.0]]]
+        and together.tokens.tolist() == [15]
+        and together.first_tokens.tolist() == [2]
+    )
     with pytest.raises(ValueError, match="source = 'other', level = 'layer': no records"):
         senders_of(pd.DataFrame([record(0, "attn.0", 0, 1.0)]), "other", "layer")
 
@@ -116,7 +123,16 @@ def test_top_senders_and_their_share():
 
 def test_recall_beside_chance_and_the_commonest_experts():
     recall = [
-        {"record": "recall", "source": "text", "document": d, "receiver": 2, "lag": 1, "tokens": 10, "value": v}
+        {
+            "record": "recall",
+            "source": "text",
+            "document": d,
+            "text": f"doc:{d}",
+            "receiver": 2,
+            "lag": 1,
+            "tokens": 10,
+            "value": v,
+        }
         for d, v in ((0, 8.0), (1, 6.0))
     ]
     counts = [
