@@ -248,7 +248,7 @@ def _tuner(base: RunConfig, study: Study, folder: Path, tracked: Tracking, share
     stored = str(folder / TUNE_FOLDER)
     if tune.Tuner.can_restore(stored):
         logger.info("%s: taking up the sweep again", base.name)
-        return tune.Tuner.restore(stored, trainable, resume_unfinished=True, restart_errored=True)
+        return tune.Tuner.restore(stored, trainable, resume_unfinished=True, resume_errored=True)
     return tune.Tuner(
         trainable,
         param_space=dict(study.space),
