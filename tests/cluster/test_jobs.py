@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ pytest.importorskip("ray")
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 TRAIN = ["pipelines.train", "pipelines/configs/nano_smoke.toml", "--optim.max_steps=2", '--data.train=["nano:sft:60"]']
-START_S = 240
+START_S, LIMIT_S = 240, 1500
 
 
 class Head(NamedTuple):
@@ -77,9 +77,21 @@ def _wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:
     raise AssertionError("the dashboard did not come up")
 
 
+def run(command: Sequence[str | Path], variables: dict[str, str], log: Path) -> tuple[int, str]:
+    """Exit code and the end of the output; what takes too long is asked to end, and takes its Ray with it."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=file, stderr=file, start_new_session=True)
+        try:
+            process.wait(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
+    return process.returncode, log.read_text()[-3000:]
+
+
 def submitted(head: Head, variables: dict[str, str], *command: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "pipelines.submit", f"--address={head.dashboard}", "--", *command]
-    return subprocess.run(line, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=900, check=False)
+    return subprocess.run(line, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
 def test_a_submitted_training_runs_and_its_log_is_followed(head: Head, tmp_path: Path) -> None:
@@ -126,8 +138,8 @@ def test_the_slurm_script_trains_on_a_head_and_a_worker(tmp_path: Path) -> None:
         AARLIB_RAY_PORT=str(free_ports(1)[0]),
     )
     command = ["bash", "cluster/slurm.sh", "python", "-m", *TRAIN, f"--ray.storage={tmp_path / 'runs'}"]
-    result = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=900, check=False)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    code, output = run(command, variables, tmp_path / "slurm.log")
+    assert code == 0, output
     record = json.loads((tmp_path / "runs" / "nano_smoke" / "aar-seed0" / "result.json").read_text())
     assert record["steps"] == 2 and record["num_workers"] == 2
 
@@ -140,16 +152,8 @@ def test_a_node_lost_in_the_middle_changes_nothing(tmp_path: Path) -> None:
     config = run_config(model, data, tmp_path / "runs", "lost", **changes)
     (tmp_path / "config.json").write_text(config.to_json())
     command = [sys.executable, Path(__file__).with_name("two_nodes.py"), tmp_path / "config.json"]
-    result = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment(PYTHONPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    code, output = run(command, environment(PYTHONPATH=str(ROOT)), tmp_path / "nodes.log")
+    assert code == 0, output
     lost, whole = (tmp_path / "runs" / name for name in ("lost", "whole"))
     starts = [json.loads(line)["num_workers"] for line in (lost / "starts.jsonl").read_text().splitlines()]
     assert starts[0] == 2 and starts[-1] == 1
