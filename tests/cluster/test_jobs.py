@@ -25,6 +25,8 @@ ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 TRAIN = ["pipelines.train", "pipelines/configs/nano_smoke.toml", "--optim.max_steps=2", '--data.train=["nano:sft:60"]']
 START_S, LIMIT_S = 240, 1500
+IMPATIENT = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60"}
+"""So long a group waits for the lost worker's place before it starts smaller."""
 
 
 class Head(NamedTuple):
@@ -152,7 +154,7 @@ def test_a_node_lost_in_the_middle_changes_nothing(tmp_path: Path) -> None:
     config = run_config(model, data, tmp_path / "runs", "lost", **changes)
     (tmp_path / "config.json").write_text(config.to_json())
     command = [sys.executable, Path(__file__).with_name("two_nodes.py"), tmp_path / "config.json"]
-    code, output = run(command, environment(PYTHONPATH=str(ROOT)), tmp_path / "nodes.log")
+    code, output = run(command, environment(PYTHONPATH=str(ROOT), **IMPATIENT), tmp_path / "nodes.log")
     assert code == 0, output
     lost, whole = (tmp_path / "runs" / name for name in ("lost", "whole"))
     starts = [json.loads(line)["num_workers"] for line in (lost / "starts.jsonl").read_text().splitlines()]
