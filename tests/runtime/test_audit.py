@@ -114,7 +114,7 @@ def test_bad_configs_are_refused(tmp_path):
 @pytest.mark.ray
 @pytest.mark.slow
 def test_one_actor_or_four_and_a_killed_one_give_the_same_rows(tmp_path, local_ray):
-    one = audit(config(tmp_path), tmp_path / "one")
+    one = audit(config(tmp_path).updated({"ray.num_actors": 1}), tmp_path / "one")
     chosen = config(tmp_path).updated({"ray.num_actors": 4})
     killer = threading.Thread(target=_kill_first_actor, args=(tmp_path / "four" / "units" / "parts",))
     killer.start()
