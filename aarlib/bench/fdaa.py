@@ -138,7 +138,7 @@ def prefix_step(case: Case, frozen: FrozenPrefix) -> None:
     batch = {**case.batch, PREFIX: frozen(case.batch, LAYER, row_ids)}
     for method, handle in zip(case.methods, case.handles, strict=True):
         handle.enabled = True
-        sum(term.sum for term in method.loss(case.model, batch, 0).values()).backward()
+        torch.stack([term.sum for term in method.loss(case.model, batch, 0).values()]).sum().backward()
         handle.enabled = False
 
 

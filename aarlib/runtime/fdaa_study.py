@@ -72,9 +72,12 @@ def study(config: FDAAStudyConfig, folder: Path) -> pd.DataFrame:
         for domain in config.fdaa.domains
         for split in ("development", "test")
     ]
-    settings = {"model": config.model.model_dump(mode="json"), "fdaa": config.fdaa.model_dump(mode="json")}
+    settings = {
+        "model": config.model.model_dump(mode="json"),
+        "fdaa": config.fdaa.model_dump(mode="json"),
+        "gpus": config.ray.gpus_per_actor,
+    }
     resources = Resources(cpus=config.ray.cpus_per_actor, gpus=config.ray.gpus_per_actor)
-    settings["gpus"] = config.ray.gpus_per_actor
     frame = run_units(
         units,
         Evaluator,

@@ -41,7 +41,7 @@ def config(folder: Path, name: str, **changes: Any) -> RunConfig:
             "held_out": 0.2, "test": 0.2, "sequence_length": 32, "unit_rows": 4, "order_seed": 0,
         },
         "method": {"fdaa": {"name": "fdaa", "layers": [1, 2]}},
-        "optim": {"learning_rate": 1e-2, "global_batch": 8, "micro_batch": 2, "max_steps": 6, "epochs": 9, "log_every": 3},
+        "optim": {"learning_rate": 1e-3, "global_batch": 8, "micro_batch": 2, "max_steps": 6, "epochs": 9, "log_every": 3},
         "ray": {"storage": str(folder / "runs"), "num_workers": 2, "checkpoint_every": 3},
     }  # fmt: skip
     return RunConfig.from_mapping(values).updated(changes)
@@ -116,12 +116,12 @@ def test_workers_a_population_and_the_cache_change_nothing(local_ray: Any, folde
     assert set(all_of) == {"two-seed0", "two-seed1", "fdaa-seed0", "fdaa-seed1", "static-seed0"}
     assert not list((folder / "runs" / "together" / "prefix_cache").glob("*"))
     moved = max(float(tensor.abs().max()) for key, tensor in alone["fdaa-seed0"].items() if "score" in key)
-    assert moved > 1e-2
+    assert moved > 1e-3
     for ours, theirs, tolerance in ((one, alone, 1e-5), (all_of, one, 1e-6)):
         for key, tensor in theirs["fdaa-seed0"].items():
             assert float((ours["fdaa-seed0"][key] - tensor).abs().max()) < tolerance
     difference = all_of["two-seed0"]["head.mix.weight"] - all_of["fdaa-seed0"]["head.mix.weight"]
-    assert float(difference.abs().max()) > 1e-4
+    assert float(difference.abs().max()) > 1e-5
     metrics = lines(folder, "together", "fdaa-seed0", "metrics.jsonl")[-1]
     assert {"train/ce", "train/kl_penalty", "train/score_penalty"} <= metrics.keys()
     rows = lines(folder, "together", "fdaa-seed0", "rows.jsonl")
