@@ -133,7 +133,9 @@ def test_the_core_imports_without_ray_and_its_companions():
     assert run_python(code) == "blocked\n"
 
 
-@pytest.mark.parametrize("package", ["aarlib", "aarlib.aar", "aarlib.audit", "aarlib.lens", "aarlib.moe", "aarlib.training"])
+@pytest.mark.parametrize(
+    "package", ["aarlib", "aarlib.aar", "aarlib.audit", "aarlib.lens", "aarlib.moe", "aarlib.training"]
+)
 def test_lazy_names_exist_and_no_module_hides_one(package: str):
     code = f"""
 import importlib, pkgutil, types

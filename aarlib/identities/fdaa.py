@@ -46,7 +46,7 @@ def randomise_head(handle: AggregationHandle, seed: int = 0, scale: float = 4.0)
 
 
 def head_bite(model: Any, handle: AggregationHandle, inputs: Inputs) -> Bite:
-    """Share of picks of the handle's last layer that its heads below change (none changes its own), and the largest move of a logit."""
+    """Share of picks of the last layer that heads below change (none changes its own), and the largest move of a logit."""
     with record(model, handle.layers, dispatch=True, family=handle.anatomy.family) as patched:
         moved = _logits(model, inputs)
     handle.enabled = False

@@ -56,7 +56,7 @@ def plan(config: RunConfig) -> Plan:
             for name, parameter in handle.trainable()
             if routers and name.endswith((".weight", ".bias"))
         )
-        layers = tuple(sorted(routers)) or handle.layers
+        layers = tuple(sorted(routers)) or tuple(getattr(handle, "layers", ()))
         methods.append(
             MethodPlan(label, method.name, handle.num_trainable, router, layers, tuple(getattr(method, "layers", ())))
         )

@@ -173,10 +173,11 @@ def check_space(config: RunConfig, study: Study, name: str) -> None:
 
 
 def _values(domain: Any) -> list[Any]:
-    if isinstance(domain, Mapping) and "grid_search" in domain:
-        return list(domain["grid_search"])
-    if hasattr(domain, "categories"):
-        return list(domain.categories)
+    if isinstance(domain, Mapping):
+        return list(domain["grid_search"]) if "grid_search" in domain else [domain]
+    categories = getattr(domain, "categories", None)
+    if categories is not None:
+        return list(categories)
     return [domain.sample() if hasattr(domain, "sample") else domain]
 
 

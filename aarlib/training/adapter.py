@@ -186,7 +186,9 @@ def _check_method(record: dict[str, Any], parts: Anatomy, folder: Path, method: 
         raise ValueError(f"adapter {str(folder)!r} is of method {record['method']!r}, not {method!r}; name another")
     wanted = record.get("over_routers")
     if record["method"] in ("fdaa", "static_calibrator") and wanted != _attached_routers(parts):
-        under = "other trained routers than are attached" if wanted else "the stock routers, and trained ones are attached"
+        under = (
+            "other trained routers than are attached" if wanted else "the stock routers, and trained ones are attached"
+        )
         raise ValueError(
             f"adapter {str(folder)!r} was trained over {under}; load the router adapter it belongs to first, or detach() yours"
         )
