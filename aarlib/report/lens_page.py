@@ -42,7 +42,7 @@ def render(page: str, results: Mapping[str, Results]) -> str:
             raise ValueError(f"table {run} {name}: no such results; runs: {', '.join(results)}")
         wanted = dict(condition.split("=", 1) for condition in conditions)
         rows = [
-            {column: value for column, value in row.items() if column not in wanted}
+            {column: value for column, value in row.items() if "," in wanted.get(column, ",")}
             for row in results[run]["tables"][name]
             if all(str(row[column]) in value.split(",") for column, value in wanted.items())
         ]
