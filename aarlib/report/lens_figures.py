@@ -83,12 +83,14 @@ def by_receiver(tables: dict[str, pd.DataFrame], source: str, theme: Theme = LIG
     describe(axes[1], theme, "Picks predicted from earlier layers", "receiving router (layer)", "recall at K")
     recall = _of(tables["recall"], source)
     for index, (lag, part) in enumerate(recall.groupby("lag")):
-        _line(axes[1], part, "receiver", theme.series[index], MARKERS[index], f"{lag} layers ahead")
+        _line(
+            axes[1], part, "receiver", theme.series[index], MARKERS[index], f"{lag} layer{'s' if lag > 1 else ''} ahead"
+        )
     common = recall.drop_duplicates("receiver").sort_values("receiver")
     axes[1].plot(common["receiver"], common["commonest"], color=theme.muted, linestyle="--", label="commonest experts")
     axes[1].plot(common["receiver"], common["chance"], color=theme.muted, linestyle=":", label="chance")
-    for axis in axes:
-        legend(axis, theme)
+    legend(axes[0], theme)
+    axes[1].legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=9, labelcolor=theme.ink)
     return figure
 
 
