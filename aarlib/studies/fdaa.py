@@ -95,7 +95,10 @@ def control_table(records: pd.DataFrame) -> pd.DataFrame:
 
 
 def layer_table(records: pd.DataFrame) -> pd.DataFrame:
-    """A head of several layers: each layer alone, pooled over (window, layer) cells, and all of them together."""
+    """A head of several layers: each layer alone, pooled over (window, layer) cells, and all of them together.
+
+    A window's pooled value is its mean over layers, so that windows are resampled whole.
+    """
     ce = window_ce(records)
     rows = []
     for run, domain in ce.index.droplevel(["split", "layers", "window"]).unique():
@@ -107,6 +110,7 @@ def layer_table(records: pd.DataFrame) -> pd.DataFrame:
         choices = [(place, [place]) for place in singles] + [(POOLED, singles), (ALL, [ALL])]
         for label, chosen in choices:
             cells = part[part.index.get_level_values("layers").isin(chosen)].dropna(axis=1)
+            cells = cells.groupby(level=["split", "window"], sort=False).mean()
             development, test = cells.loc["development"], cells.loc["test"]
             strongest = strongest_fixed(development)
             rows.append(

@@ -52,7 +52,9 @@ def test_layers_are_shown_alone_pooled_and_together():
     frame = layer_table(records(("3", "7", "all")))
     assert frame["layers"].tolist() == ["3", "7", "pooled", "all"]
     pooled = frame.set_index("layers").loc["pooled"]
-    assert pooled["vs_native/num_windows"] == 60
+    assert pooled["vs_native/num_windows"] == 30
+    singles = frame[frame["layers"].isin(["3", "7"])]
+    assert pooled["vs_native/mean"] == pytest.approx(singles["vs_native/mean"].mean())
     assert layer_table(records()).empty
 
 
