@@ -52,6 +52,15 @@ def test_auto_takes_the_kernel_after_its_check(fresh: None) -> None:
     assert backends.calls == {"cpu_flash": 1, "blockwise": 1}
 
 
+def test_the_check_passes_also_in_a_first_forward_without_gradients(fresh: None) -> None:
+    for mode in (torch.inference_mode, torch.no_grad):
+        backends._verdicts.clear()
+        with mode():
+            query = draw(1, 2, 8, 16)
+            attention_with_windows(query, query, query, mask=None, scale=0.25, window=4)
+        assert list(backends._verdicts.values()) == [True]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("head_dim", "value_dim", "group"), [(64, 64, 1), (16, 12, 2)])
 @pytest.mark.parametrize("masked", [False, True])
