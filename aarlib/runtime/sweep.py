@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
+import ray
 from ray import tune
 from ray.tune.integration.ray_train import TuneReportCallback
 from ray.tune.search.sample import Domain
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from aarlib.config import write_text_atomically
 from aarlib.report.records import Sweep, read_run
@@ -31,6 +33,8 @@ logger = logging.getLogger("aarlib")
 METRIC = "held_out/ce"
 STUDY, FIGURE = "study.json", "sweep.svg"
 TUNE_FOLDER = "ray_tune"
+REORDERING = ("optim.epochs", "optim.global_batch", "optim.max_steps")
+NO_GROUP = PlacementGroupSchedulingStrategy(placement_group=None)  # pyright: ignore[reportArgumentType]
 DRIVER_RESOURCES = {"node:__internal_head__": 0.001}
 """A trial's driver sits on the head node and takes no CPU from the worker groups (Tune refuses a request for nothing)."""
 
@@ -110,7 +114,7 @@ def sweep(config: RunConfig, study: Study, name: str) -> SweepResult:
         claim(base)
         write_text_atomically(folder / STUDY, json.dumps(study.record(), indent=2))
         tracked = tracking.start(base, folder, with_children=False)
-        shared = prepare(base) if all(path.startswith("method.") for path in study.space) else None
+        shared = prepare(base) if all(map(_leaves_rows_alone, study.space)) else None
         status, problems = tracking.FAILED, list(tracked.problems)
         try:
             grid = _tuner(base, study, folder, tracked, shared).fit()
@@ -205,10 +209,24 @@ def run_trial(
     connect(config.ray)
     planned = check(config)
     trial_folder = claim(config)
-    prepared = shared or prepare(config)
+    actor: Any = ray.remote(num_cpus=0)(Preparer)
+    preparer: Any = actor.options(scheduling_strategy=NO_GROUP).remote() if shared is None else None
+    prepared: Any = shared or ray.get(preparer.prepare.remote(config.model_dump(mode="json")))
     nested = tracking.start_trial(config, trial_folder, tracked)
     train_on(config, prepared, trial_folder, planned, nested, callbacks=[TuneReportCallback()])
     tune.report(_score(trial_folder))
+
+
+class Preparer:
+    """An actor that prepares rows outside the trial's placement group, which holds no CPU for Ray Data, and owns them."""
+
+    def prepare(self, config: dict[str, Any]) -> Prepared:
+        return prepare(RunConfig.from_mapping(config))
+
+
+def _leaves_rows_alone(path: str) -> bool:
+    """Whether trials that differ in `path` train on the same rows in the same order."""
+    return path.startswith(("method.", "optim.")) and path not in REORDERING
 
 
 def _score(folder: Path) -> dict[str, Any]:

@@ -107,6 +107,14 @@ def test_optuna_proposes_and_asha_stops_the_worse_trial_on_what_workers_report(b
     assert sorted(children(result).values()) == ["FINISHED", "KILLED"]
 
 
+def test_a_study_of_the_data_prepares_rows_for_each_trial(bench: Bench) -> None:
+    study = Study(
+        space={"data.sequence_length": tune.grid_search([40])}, fixed={"ray.num_workers": 1, "optim.max_steps": 2}
+    )
+    trials = sweep(bench.config("cut"), study, "length").sweep.trials
+    assert trials["status"].tolist() == ["finished"] and trials["data.sequence_length"].tolist() == [40]
+
+
 def test_the_figure_shows_numbers_layers_and_stopped_trials() -> None:
     frame = pd.DataFrame(
         {
