@@ -81,7 +81,7 @@ def run(config: LensRunConfig, page: Path | None = None) -> None:
 def study(config: LensRunConfig, records: Any, taken: Any, folder: Path) -> dict[str, Any]:
     """Tables and figures of the run directory; made again by every call."""
     from aarlib.report.figures import as_svg
-    from aarlib.report.lens_figures import figures
+    from aarlib.report.lens_figures import TITLES, figures
     from aarlib.report.lens_page import as_results
     from aarlib.runtime.lens import facts
     from aarlib.runtime.lens_causal import study_tables
@@ -92,7 +92,9 @@ def study(config: LensRunConfig, records: Any, taken: Any, folder: Path) -> dict
     write_text_atomically(folder / "tables.json", json.dumps(results, indent=1))
     source = config.lens.causal_source or next(iter(config.lens.sources))
     (folder / "figures").mkdir(exist_ok=True)
-    for name, figure in figures(senders_of(records, source, "layer"), tables, source).items():
+    layers = senders_of(records, source, "layer")
+    maps = {name: layers.frame(name) for name in TITLES}
+    for name, figure in figures(maps, tables, source).items():
         (folder / "figures" / f"{name}.svg").write_bytes(as_svg(figure))
         figure.savefig(folder / "figures" / f"{name}.png", dpi=110)
     return results

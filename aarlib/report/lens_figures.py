@@ -1,5 +1,6 @@
 """Figures of the lens: sender x receiver maps, ranked senders with intervals, prediction and removal. Figure objects only."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from aarlib.report.figures import _describe as describe
 from aarlib.report.figures import _legend as legend
 from aarlib.report.figures import _name_rows as name_rows
 from aarlib.report.figures import _panels as panels
-from aarlib.studies.lens_samples import Senders
 
 TITLES = {
     "variance": "Influence: variance over experts",
@@ -22,11 +22,10 @@ TITLES = {
 }
 
 
-def sender_maps(layers: Senders, theme: Theme = LIGHT) -> Figure:
+def sender_maps(frames: Mapping[str, pd.DataFrame], theme: Theme = LIGHT) -> Figure:
     """Variance (logarithmic), APS and ANS of every sender at every receiver; APS and ANS share one zero-centred scale."""
-    height = 1.6 + 0.24 * len(layers.senders)
+    height = 1.6 + 0.24 * len(frames["variance"])
     figure, axes = panels(theme, 3, height=height, width=13.0)
-    frames = {name: layers.frame(name) for name in TITLES}
     variance = frames["variance"].to_numpy()
     largest = max(float(np.nanmax(np.abs(frames[name].to_numpy()))) for name in ("aps", "ans"))
     most = float(np.nanmax(variance))
@@ -35,9 +34,9 @@ def sender_maps(layers: Senders, theme: Theme = LIGHT) -> Figure:
         "aps": TwoSlopeNorm(0, -largest, largest),
         "ans": TwoSlopeNorm(0, -largest, largest),
     }
-    for axis, (name, frame) in zip(axes, frames.items(), strict=True):
+    for axis, name in zip(axes, TITLES, strict=True):
         colours = "viridis" if name == "variance" else "RdBu_r"
-        image = heat_map(axis, frame, colours, norms[name], theme, TITLES[name], named=axis is axes[0])
+        image = heat_map(axis, frames[name], colours, norms[name], theme, TITLES[name], named=axis is axes[0])
         figure.colorbar(image, ax=axis, shrink=0.8, pad=0.02)
     return figure
 
@@ -135,9 +134,12 @@ def _line(axis: Axes, part: Any, along: str, colour: str, marker: str, label: st
     axis.fill_between(part[along], part["low"], part["high"], color=colour, alpha=0.2, linewidth=0)
 
 
-def figures(layers: Senders, tables: dict[str, pd.DataFrame], source: str, theme: Theme = LIGHT) -> dict[str, Figure]:
+def figures(
+    maps: Mapping[str, pd.DataFrame], tables: dict[str, pd.DataFrame], source: str, theme: Theme = LIGHT
+) -> dict[str, Figure]:
+    """`maps`: sender x receiver frames by the names of TITLES."""
     found = {
-        "sender_maps": sender_maps(layers, theme),
+        "sender_maps": sender_maps(maps, theme),
         "ranked_senders": ranked_senders(tables, source, theme),
         "by_receiver": by_receiver(tables, source, theme),
     }

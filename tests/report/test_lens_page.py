@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from aarlib.report.lens_figures import figures
+from aarlib.report.lens_figures import TITLES, figures
 from aarlib.report.lens_page import as_results, markdown, read_results, render
 from aarlib.studies.lens_samples import senders_of
 from tests.studies.test_lens import record
@@ -62,7 +62,7 @@ def test_figures_are_drawn_from_tables():
         "recall": pd.DataFrame([{**interval, "receiver": 1, "lag": 1, "chance": 0.25, "commonest": 0.3}]),
         "top_heads": pd.DataFrame([{**interval, "sender": "attn.0.head.1"}]),
     }
-    found = figures(layers, tables, "text")
+    found = figures({name: layers.frame(name) for name in TITLES}, tables, "text")
     assert list(found) == ["sender_maps", "ranked_senders", "by_receiver"]
     maps = found["sender_maps"].axes[:3]
     assert [axis.get_title(loc="left") for axis in maps][1:] == [
