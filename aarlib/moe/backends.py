@@ -100,8 +100,8 @@ def _trusted(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, mask: Te
     return _verdicts[signature]
 
 
-@torch.no_grad()
 @torch.inference_mode(False)
+@torch.no_grad()
 def self_check(kernel: Kernel, signature: Signature) -> float:
     """Largest relative error of output, log-sum-exp and gradients (through both) on a few random rows; inf where it fails."""
     inputs = _random_inputs(signature)
