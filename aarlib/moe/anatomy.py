@@ -35,6 +35,7 @@ class Anatomy:
     family: Family
     config: Any
     decoder: nn.Module
+    output_embedding: nn.Module | None
     layers: tuple[LayerAnatomy, ...]
     hidden_size: int
     num_experts: int
@@ -86,7 +87,9 @@ def anatomy(model: nn.Module, family: Family | None = None) -> Anatomy:
     renormalises = family.renormalises == "always" or (
         family.renormalises == "config" and bool(getattr(config, "norm_topk_prob", False))
     )
-    return Anatomy(family, config, decoder, layers, hidden_size, num_experts, top_k, renormalises)
+    return Anatomy(
+        family, config, decoder, model.get_output_embeddings(), layers, hidden_size, num_experts, top_k, renormalises
+    )  # pyright: ignore[reportCallIssue]
 
 
 def _layer_anatomy(index: int, layer: nn.Module, family: Family) -> LayerAnatomy:

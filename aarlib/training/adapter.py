@@ -28,7 +28,7 @@ TENSORS, METADATA, CARD = "adapter.safetensors", "adapter.json", "README.md"
 FORMAT = 1
 LAYOUT = "transformers-5"
 """Fused expert tensors and router modules, as of transformers 5; an adapter of another layout is refused."""
-SAMPLED_ELEMENTS = 32
+HASHED_AT_ONCE = 1 << 24
 Handle = RoutingHandle | AggregationHandle
 
 
@@ -41,9 +41,9 @@ def as_they_are(parameters: Sequence[Tensor]) -> AbstractContextManager[None]:
 
 
 def fingerprint(model: nn.Module, gather: Gather = as_they_are) -> str:
-    """sha256 over name, shape and 32 evenly spaced elements (rounded to bfloat16) of every parameter of the decoder.
+    """sha256 over the selection rule (top_k, renormalised or not) and every weight (rounded to bfloat16) of the model.
 
-    The same for a checkpoint loaded in float32 or bfloat16; another for a base that was tuned further. One parameter is
+    The same for a checkpoint loaded in float32 or bfloat16; another where one bfloat16 value differs. One parameter is
     gathered at a time.
     """
     return _fingerprint(anatomy(model), gather)
@@ -209,19 +209,22 @@ def _attached_routers(parts: Anatomy) -> str | None:
 
 
 def _fingerprint(parts: Anatomy, gather: Gather = as_they_are) -> str:
-    digest = hashlib.sha256()
-    for name, parameter in parts.decoder.named_parameters():
+    digest = hashlib.sha256(f"top_k {parts.top_k}, renormalises {parts.renormalises}".encode())
+    named = {f"decoder.{name}": parameter for name, parameter in parts.decoder.named_parameters()}
+    if parts.output_embedding is not None:
+        named |= {f"output.{name}": parameter for name, parameter in parts.output_embedding.named_parameters()}
+    for name, parameter in named.items():
         with gather([parameter]):
-            digest.update(_sampled(name, parameter))
+            _hash_into(digest, name, parameter)
     return digest.hexdigest()
 
 
-def _sampled(name: str, parameter: Tensor) -> bytes:
+def _hash_into(digest: Any, name: str, parameter: Tensor) -> None:
     if parameter.device.type == "meta" or parameter.numel() == 0:
         raise ValueError(f"no fingerprint: parameter {name} holds no data on this process; load or gather the weights")
-    index = torch.linspace(0, parameter.numel() - 1, SAMPLED_ELEMENTS, dtype=torch.float64).round().long()
-    sample = parameter.detach().reshape(-1)[index.to(parameter.device)].to(torch.bfloat16).view(torch.int16)
-    return f"{name}{tuple(parameter.shape)}".encode() + sample.cpu().numpy().tobytes()
+    digest.update(f"{name}{tuple(parameter.shape)}".encode())
+    for piece in parameter.detach().reshape(-1).split(HASHED_AT_ONCE):
+        digest.update(piece.to(torch.bfloat16).view(torch.int16).cpu().contiguous().numpy())
 
 
 def _base_name(parts: Anatomy) -> str:

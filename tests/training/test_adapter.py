@@ -46,13 +46,26 @@ def test_metadata_names_base_layout_and_tensors(tmp_path):
     assert "aarlib.load_adapter" in (tmp_path / "adapter" / "README.md").read_text()
 
 
-def test_the_fingerprint_ignores_dtype_and_sees_one_changed_tensor():
-    model = tiny_model("olmoe").to(torch.bfloat16)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_fingerprint_ignores_dtype_and_sees_one_changed_element_of_any_tensor(family):
+    model = tiny_model(family).to(torch.bfloat16)
     expected = fingerprint(model)
     assert fingerprint(model.float()) == expected
-    with torch.no_grad():
-        model.model.layers[1].self_attn.k_proj.weight += 1
-    assert fingerprint(model) != expected
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().view(-1)
+        index = 7919 % flat.numel()
+        before = flat[index].item()
+        flat[index] = before + 1
+        assert fingerprint(model) != expected, name
+        flat[index] = before
+    assert fingerprint(model) == expected
+
+
+def test_another_selection_rule_is_another_base(tmp_path):
+    path = saved(tmp_path)
+    for change in ({"norm_topk_prob": True}, {"num_experts_per_tok": 5}):
+        with pytest.raises(ValueError, match="its base_fingerprint is"):
+            load_adapter(tiny_model("olmoe", **change), path)
 
 
 def test_another_base_is_refused(tmp_path):
