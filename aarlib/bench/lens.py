@@ -93,7 +93,9 @@ def finer(documents: int) -> Callable[[], None]:
     def run() -> None:
         for ids in rows:
             reading = read(model, projection, ids)
-            head_sums(reading), expert_sums(reading), all_neuron_sums(reading, constants)
+            head_sums(reading)
+            expert_sums(reading)
+            all_neuron_sums(reading, constants)
 
     return run
 

@@ -13,12 +13,14 @@ from aarlib.moe.families import Family
 
 def closure(model: Any, inputs: Mapping[str, Tensor], by: str = "layer", family: Family | None = None) -> float:
     """Sum over components against the router's logits, the largest error over receivers; attached routers included."""
-    return decompose(model, **inputs, by=by, family=family).closure_error
+    options: dict[str, Any] = dict(inputs)
+    return decompose(model, **options, by=by, family=family).closure_error
 
 
 def parts_against_whole(model: Any, inputs: Mapping[str, Tensor], by: str, family: Family | None = None) -> float:
     """Scores of the finer components against those of their parent, at the last receiver; the largest over parents."""
-    found = decompose(model, **inputs, by=by, family=family)
+    options: dict[str, Any] = dict(inputs)
+    found = decompose(model, **options, by=by, family=family)
     receiver = found.receivers[-1]
     sums: dict[str, Tensor] = {}
     for name in found.components(receiver):

@@ -87,9 +87,8 @@ def anatomy(model: nn.Module, family: Family | None = None) -> Anatomy:
     renormalises = family.renormalises == "always" or (
         family.renormalises == "config" and bool(getattr(config, "norm_topk_prob", False))
     )
-    return Anatomy(
-        family, config, decoder, model.get_output_embeddings(), layers, hidden_size, num_experts, top_k, renormalises
-    )  # pyright: ignore[reportCallIssue]
+    output = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+    return Anatomy(family, config, decoder, output, layers, hidden_size, num_experts, top_k, renormalises)
 
 
 def _layer_anatomy(index: int, layer: nn.Module, family: Family) -> LayerAnatomy:
