@@ -35,6 +35,7 @@ RAY_ENVIRONMENT = {
 skip_reasons: set[str] = set()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests with Ray first and on one process (pytest-xdist's loadgroup): they wait more than they compute."""
     for item in items:
