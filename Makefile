@@ -1,11 +1,11 @@
-# make demo | make test | make check | make families. Everything lives in ./.venv, remade only where pyproject.toml has changed.
+# make demo | make test | make test-long | make check | make families. Everything lives in ./.venv, remade only where pyproject.toml has changed.
 #   PYTHON=...        the interpreter that makes the environment (3.11 or 3.12)
 #   PYTEST_ARGS=...   more arguments for pytest, e.g. PYTEST_ARGS='tests/moe -x', or '-n 0' for one process
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check families
+.PHONY: help venv demo test test-long check families
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -47,7 +47,11 @@ demo: venv
 	$(BIN)/python -m pipelines.demo
 
 test: venv
-	$(BIN)/python -m pytest -m 'not gpu' -n 2 --dist loadgroup $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m 'not gpu and not long' -n 2 --dist loadgroup $(PYTEST_ARGS)
+
+# Several Rays, killed drivers, lost nodes, whole sweeps: half an hour and more on two cores.
+test-long: venv
+	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
 
 check: venv
 	$(BIN)/ruff check .

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from tests.runtime.conversations import run_config, save_model, write_conversations
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long]
 pytest.importorskip("ray")
 
 ROOT = Path(__file__).parents[2]

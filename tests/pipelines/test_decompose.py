@@ -82,6 +82,7 @@ def test_a_wrong_config_dies_before_anything_is_loaded(config, override, message
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_run_writes_records_tables_figures_and_a_page_and_is_taken_up_again(config, local_ray, capsys):

@@ -111,6 +111,7 @@ def test_bad_configs_are_refused(tmp_path):
         check(config(tmp_path, layers=[8]))
 
 
+@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.slow
 def test_one_actor_or_four_and_a_killed_one_give_the_same_rows(tmp_path, local_ray):

@@ -10,7 +10,7 @@ import pytest
 
 from tests.runtime.conversations import run_config, save_model, write_conversations
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long]
 pytest.importorskip("ray")
 
 from ray import tune  # noqa: E402

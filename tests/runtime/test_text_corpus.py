@@ -104,6 +104,7 @@ def lines(folder: Path, name: str, run: str, file: str) -> list[Any]:
     return [json.loads(line) for line in (folder / "runs" / name / run / file).read_text().splitlines()]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_workers_a_population_and_the_cache_change_nothing(local_ray: Any, folder: Path) -> None:
     two = {"two": {"name": "fdaa", "layers": [1, 2], "kl_weight": 0.5}, "fdaa": {"name": "fdaa", "layers": [1, 2]}}

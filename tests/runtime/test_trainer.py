@@ -155,6 +155,7 @@ def test_a_killed_worker_changes_nothing(bench: Bench, two_workers: TrainingResu
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_killed_driver_and_a_killed_tree_change_nothing(
     bench: Bench, two_workers: TrainingResult, tmp_path: Path
