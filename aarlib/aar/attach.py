@@ -12,12 +12,13 @@ from aarlib.moe.anatomy import Anatomy, LayerAnatomy, anatomy
 from aarlib.moe.attention import CaptureRequest, capture_attention
 from aarlib.moe.dispatch import Selector
 from aarlib.moe.families import Family
+from aarlib.moe.handle import PatchHandle
 from aarlib.moe.patching import Rank, has_wrapper, wrap_forward, wrapper_at
 
 Capture = Callable[[nn.Module, CaptureRequest], Callable[[], None]]
 
 
-class RoutingHandle:
+class RoutingHandle(PatchHandle):
     """What attach_aar returns: owns the trained float32 parameters and the patches that put them to work.
 
     `routers` maps a layer index to its router, `module` holds all of them (for an optimizer or an engine), `enabled` switches
@@ -28,48 +29,19 @@ class RoutingHandle:
     def __init__(
         self, parts: Anatomy, config: AARConfig | RouterSFTConfig, routers: dict[int, AttentionAwareRouter]
     ) -> None:
+        super().__init__(parts, nn.ModuleDict({str(index): router for index, router in routers.items()}))
         self.config = config
-        self.anatomy = parts
         self.routers = routers
-        self.module = nn.ModuleDict({str(index): router for index, router in routers.items()})
-        self._removers: list[Callable[[], None]] = []
         self._windows: dict[int, Tensor] = {}
-        self._detached = False
         self.capture: Capture = capture_attention
         """How windows are taken from an attention module; identities compare it with materialised attention."""
         self.enabled = True
 
-    @property
-    def enabled(self) -> bool:
-        return bool(self._removers)
-
-    @enabled.setter
-    def enabled(self, value: bool) -> None:
-        if value and self._detached:
-            raise ValueError("this handle is detached; attach again")
-        if value and not self._removers:
-            _check_free(self.anatomy)
-            self._install()
-        elif not value:
-            for remove in self._removers:
-                remove()
-            self._removers.clear()
-            self._windows.clear()
-
-    def detach(self) -> None:
-        """Give the stock model back. The handle keeps its parameters (they can still be saved), but cannot be enabled again."""
-        self.enabled = False
-        self._detached = True
-
-    def trainable(self) -> list[tuple[str, nn.Parameter]]:
-        """(name, parameter) pairs, named `<layer>.<parameter>`, in layer order."""
-        return [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
-
-    @property
-    def num_trainable(self) -> int:
-        return sum(getattr(parameter, "ds_numel", parameter.numel()) for _, parameter in self.trainable())
+    def _forget(self) -> None:
+        self._windows.clear()
 
     def _install(self) -> None:
+        _check_free(self.anatomy)
         self._removers.append(wrap_forward(self.anatomy.decoder, self._around_decoder, Rank.ROUTER))
         for index, router in self.routers.items():
             layer = self.anatomy.layers[index]

@@ -20,6 +20,7 @@ from aarlib.fdaa.controls import StaticCalibrator, Tempered, permuted_scores
 from aarlib.moe.anatomy import Anatomy, LayerAnatomy, anatomy
 from aarlib.moe.dispatch import RouterOutput, exact_float32, expert_outputs
 from aarlib.moe.families import Family
+from aarlib.moe.handle import PatchHandle
 from aarlib.moe.patching import Rank, call_below, has_wrapper, wrap_forward
 
 AnyConfig = FDAAConfig | StaticCalibratorConfig | FixedConfig
@@ -39,7 +40,7 @@ class Evaluated(NamedTuple):
     outputs: Float[Tensor, "T K D"]
 
 
-class AggregationHandle:
+class AggregationHandle(PatchHandle):
     """What attach_fdaa returns: owns the float32 head and the patches that put it to work.
 
     `enabled` switches between patched and stock, bit for bit; `detach()` gives the stock model back for good. `acting` names the
@@ -52,10 +53,9 @@ class AggregationHandle:
         config: AnyConfig,
         head: AggregationHead | StaticCalibrator | Tempered,
     ) -> None:
-        self.anatomy = parts
+        super().__init__(parts, nn.ModuleDict({"head": head}))
         self.config = config
         self.head = head
-        self.module = nn.ModuleDict({"head": head})
         self.layers = config.layers
         self.acting: Collection[int] = config.layers
         self.masked: Collection[Mask] = ()
@@ -67,38 +67,10 @@ class AggregationHandle:
         self._scored: dict[int, Scored] | None = None
         self._pending: dict[int, _Pending] = {}
         self._shape: tuple[int, int] = (0, 0)
-        self._removers: list[Callable[[], None]] = []
-        self._detached = False
         self.enabled = True
 
-    @property
-    def enabled(self) -> bool:
-        return bool(self._removers)
-
-    @enabled.setter
-    def enabled(self, value: bool) -> None:
-        if value and self._detached:
-            raise ValueError("this handle is detached; attach again")
-        if value and not self._removers:
-            self._install()
-        elif not value:
-            for remove in self._removers:
-                remove()
-            self._removers.clear()
-            self._pending.clear()
-
-    def detach(self) -> None:
-        """Give the stock model back. The handle keeps its parameters (they can still be saved), but cannot be enabled again."""
-        self.enabled = False
-        self._detached = True
-
-    def trainable(self) -> list[tuple[str, nn.Parameter]]:
-        """(name, parameter) pairs, named `head.<parameter>`."""
-        return [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
-
-    @property
-    def num_trainable(self) -> int:
-        return sum(getattr(parameter, "ds_numel", parameter.numel()) for _, parameter in self.trainable())
+    def _forget(self) -> None:
+        self._pending.clear()
 
     @contextmanager
     def scoring(self) -> Iterator[dict[int, Scored]]:
