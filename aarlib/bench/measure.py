@@ -5,18 +5,15 @@ returns the call to be timed.
 """
 
 import importlib
-import json
-import os
-import resource
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from transformers import OlmoeConfig, OlmoeForCausalLM
+
+from aarlib.bench.process import GIB, peak_gib, run_job
 
 REPEATS = 5
 
@@ -31,19 +28,19 @@ class Measurement(NamedTuple):
     """Median processor time of the process, which other work on the machine disturbs less than the wall clock."""
 
 
-def measure(
-    variant: str, settings: Mapping[str, Any], threads: int = 1, repeats: int = REPEATS, timeout_s: float = 3600
-) -> Measurement:
+def measure(variant: str, settings: Mapping[str, Any], threads: int = 1, repeats: int = REPEATS) -> Measurement:
     """Run `variant` in a new process with `threads` threads; a failure there is a RuntimeError with its last lines."""
-    request = json.dumps({"variant": variant, "settings": dict(settings), "threads": threads, "repeats": repeats})
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-m", "aarlib.bench.measure"]
-    result = subprocess.run(
-        command, input=request, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False
-    )
-    if result.returncode:
-        raise RuntimeError(f"{variant} failed: {result.stderr[-2000:]}")
-    return Measurement(**json.loads(result.stdout.splitlines()[-1]))
+    request = {"variant": variant, "settings": dict(settings), "repeats": repeats}
+    found = run_job("aarlib.bench.measure:measured", request, threads)
+    assert isinstance(found, dict)
+    return Measurement(**found)
+
+
+def measured(variant: str, settings: Mapping[str, Any], repeats: int) -> dict[str, Any]:
+    """The measurement in this process, as the job that `measure` runs."""
+    module, _, name = variant.partition(":")
+    prepare = getattr(importlib.import_module(module), name)
+    return _timed(prepare(**settings), repeats)._asdict()
 
 
 def mid_model(seed: int = 0, **changes: Any) -> OlmoeForCausalLM:
@@ -81,20 +78,5 @@ def _timed(call: Callable[[], Any], repeats: int) -> Measurement:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
         processor.append(time.process_time() - start_cpu)
-    peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return Measurement(
-        statistics.median(seconds), min(seconds), max(seconds), peak / 2**30, statistics.median(processor)
-    )
-
-
-def _main() -> None:
-    request = json.load(sys.stdin)
-    torch.set_num_threads(request["threads"])
-    module, _, name = request["variant"].partition(":")
-    prepare = getattr(importlib.import_module(module), name)
-    measurement = _timed(prepare(**request["settings"]), request["repeats"])
-    sys.stdout.write(f"\n{json.dumps(measurement._asdict())}\n")
-
-
-if __name__ == "__main__":
-    _main()
+    peak = torch.cuda.max_memory_allocated() / GIB if cuda else peak_gib()
+    return Measurement(statistics.median(seconds), min(seconds), max(seconds), peak, statistics.median(processor))

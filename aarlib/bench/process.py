@@ -61,6 +61,11 @@ def extra_peak(call: Callable[[], Any]) -> float:
     return (_status_kib("VmHWM") - before) * 1024 / GIB
 
 
+def peak_gib() -> float:
+    """Largest resident set so far (Linux); unlike ru_maxrss without what the process held before it became this program."""
+    return _status_kib("VmHWM") * 1024 / GIB
+
+
 def _status_kib(field: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):

@@ -2,6 +2,7 @@ import pytest
 
 from aarlib.bench import audit as bench
 from aarlib.bench.measure import measure, mid_model
+from aarlib.bench.process import peak_gib
 
 SMALL = {
     "hidden_size": 64,
@@ -32,8 +33,10 @@ def example_variant(size: int):
 
 @pytest.mark.slow
 def test_a_variant_runs_in_a_process_of_its_own_and_its_failure_is_told():
+    ballast = bytearray(2**30)
+    ballast[:: 2**12] = b"x" * 2**18
     found = measure("tests.audit.test_bench:example_variant", {"size": 1000}, repeats=3)
     assert 0 < found.min_s <= found.median_s <= found.max_s
-    assert found.peak_gib > 0
+    assert 0 < found.peak_gib < peak_gib() - 0.5, "what the parent holds is not the child's"
     with pytest.raises(RuntimeError, match="has no attribute 'nothing'"):
         measure("tests.audit.test_bench:nothing", {})
