@@ -193,6 +193,7 @@ def gpu(arguments: Arguments, lengths: Sequence[int]) -> dict[str, Any]:
     from aarlib.bench import gpu as bench
     from aarlib.identities.doctor import aware_attach, examine, header, line
     from aarlib.moe import backends
+    from aarlib.moe.anatomy import active_parameters
     from aarlib.moe.loading import load_config
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -209,9 +210,7 @@ def gpu(arguments: Arguments, lengths: Sequence[int]) -> dict[str, Any]:
     print(f"device {device} {machine()['gpu'] or ''}", flush=True)
     model = bench.build(config, device, torch.bfloat16)
     rate = bench.matmul_rate(device, torch.bfloat16, size)
-    print(
-        f"matmul {size}^3 in bfloat16: {rate / 1e12:.3g} TFLOP/s; active parameters {bench.active_parameters(model):,}"
-    )
+    print(f"matmul {size}^3 in bfloat16: {rate / 1e12:.3g} TFLOP/s; active parameters {active_parameters(model):,}")
     rows = []
     tokens = arguments.tokens or (256 if arguments.tiny else 16384)
     for row in bench.steps(model, lengths, tokens, layers, 40, rate, arguments.rounds):

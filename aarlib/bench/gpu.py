@@ -19,7 +19,7 @@ from aarlib.aar.attach import attach_aar
 from aarlib.aar.config import AARConfig, RouterSFTConfig
 from aarlib.bench.plain import PlainAAR
 from aarlib.bench.train import LEARNING_RATE, Stepper
-from aarlib.moe.anatomy import anatomy
+from aarlib.moe.anatomy import active_parameters
 from aarlib.moe.loading import freeze
 
 AAR_TARGET = 1.10
@@ -58,20 +58,6 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def active_parameters(model: Any) -> int:
-    """Parameters that a token's forward multiplies with: K of E experts, no look-up of embeddings."""
-    parts = anatomy(model)
-    total = sum(parameter.numel() for parameter in model.parameters())
-    experts = sum(
-        parameter.numel()
-        for layer in parts.layers
-        if layer.experts is not None
-        for parameter in layer.experts.parameters()
-    )
-    embeddings = model.get_input_embeddings().weight.numel()
-    return total - embeddings - experts + experts * parts.top_k // parts.num_experts
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:

@@ -91,6 +91,17 @@ def anatomy(model: nn.Module, family: Family | None = None) -> Anatomy:
     return Anatomy(family, config, decoder, output, layers, hidden_size, num_experts, top_k, renormalises)
 
 
+def active_parameters(model: nn.Module, family: Family | None = None) -> int:
+    """Parameters that a token's forward multiplies with: K of E experts, no look-up of embeddings."""
+    parts = anatomy(model, family)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    experts = sum(
+        parameter.numel() for layer in parts.layers if layer.experts for parameter in layer.experts.parameters()
+    )
+    embeddings = model.get_input_embeddings().weight.numel()  # pyright: ignore[reportCallIssue]
+    return total - embeddings - experts + experts * parts.top_k // parts.num_experts
+
+
 def _layer_anatomy(index: int, layer: nn.Module, family: Family) -> LayerAnatomy:
     block = getattr(layer, family.block, None)
     router = getattr(block, family.router, None)

@@ -30,21 +30,13 @@ class Cost(NamedTuple):
 
 
 def cost(config: RunConfig) -> Cost:
-    from aarlib.moe.anatomy import anatomy
+    from aarlib.moe.anatomy import active_parameters
     from aarlib.moe.loading import load_config, meta_model
     from aarlib.runtime.plan import plan
 
     model = meta_model(load_config(config.model.name, config.model.revision, config.model.geometry))
-    parts = anatomy(model)
     total = sum(parameter.numel() for parameter in model.parameters())
-    experts = sum(
-        parameter.numel()
-        for layer in parts.layers
-        if layer.experts is not None
-        for parameter in layer.experts.parameters()
-    )
-    embedding = model.get_input_embeddings().weight.numel()
-    active = total - embedding - experts + experts * parts.top_k // parts.num_experts
+    active = active_parameters(model)
     trainable = max(method.num_trainable for method in plan(config).methods)
     passes = 3 if config.optim.activation_checkpointing else 2
     base_bytes = BFLOAT16_BYTES * total

@@ -8,6 +8,7 @@ import torch
 from aarlib.bench import capture, gpu, train
 from aarlib.bench.measure import mid_model
 from aarlib.bench.process import OutOfMemory, Turns, extra_peak, ratio, run_job, take_turns
+from aarlib.moe.anatomy import active_parameters
 from aarlib.moe.loading import load_config
 from pipelines import bench
 
@@ -99,7 +100,7 @@ def test_steps_of_the_gpu_script_on_a_small_model():
     assert all(row.batch == 2 and row.seconds and row.rate_share for row in rows)
     assert torch.equal(model(input_ids=torch.arange(3, 9)[None]).logits, stock)
     dense = 2 * (4 * 64 * 64 + 4 * 64 + 8 * 64) + 64 + 128 * 64
-    assert gpu.active_parameters(model) == dense + 2 * 2 * 3 * 64 * 32
+    assert active_parameters(model) == dense + 2 * 2 * 3 * 64 * 32
 
 
 def test_the_gpu_script_refuses_the_large_model_on_a_cpu(monkeypatch, capsys):
