@@ -71,6 +71,8 @@ def write_text_atomically(path: str | Path, text: str) -> None:
 
 def read_json_object(path: str | Path) -> dict[str, Any]:
     """A file that write_text_atomically wrote; a ValueError names one that is damaged."""
+    if not Path(path).is_file():
+        raise ValueError(f"{path} does not exist; the command that writes it has not finished")
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:

@@ -4,15 +4,13 @@ One unit of work per shard of windows, at all audited layers, spread over ray.nu
 records.parquet, tables.json and figures into the run directory and logs to MLflow; `--page` also puts the tables into a page.
 """
 
-import logging
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from aarlib.runtime.audit_config import AuditRunConfig
 from pipelines.command_line import parse_verb
+from pipelines.unit_verb import run_verb, tracked_run
 
 
 @dataclass(frozen=True)
@@ -22,20 +20,7 @@ class Flags:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse_verb(AuditRunConfig, __doc__, argv, flags=Flags)
-    config = arguments.config
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("aarlib").setLevel(logging.INFO)
-    from aarlib.runtime.units import UnitsError
-
-    try:
-        print(describe(config))
-        if not arguments.dry_run:
-            run(config, arguments.extras.page)
-    except (ValueError, UnitsError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_verb(parse_verb(AuditRunConfig, __doc__, argv, flags=Flags), describe, run)
 
 
 def describe(config: AuditRunConfig) -> str:
@@ -53,28 +38,21 @@ def describe(config: AuditRunConfig) -> str:
     )
 
 
-def run(config: AuditRunConfig, page: Path | None = None) -> None:
+def run(config: AuditRunConfig, flags: Flags) -> None:
     from aarlib.config import write_text_atomically
     from aarlib.report.audit_figures import write_figures
     from aarlib.runtime.audit import audit, check, metrics_of
-    from aarlib.runtime.cluster import connect
-    from aarlib.runtime.run_directory import claim, held
-    from aarlib.runtime.tracking import single_run
     from aarlib.studies.audit_page import fill, frame_of, results, tables, to_json
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with held(config) as folder:  # pyright: ignore[reportArgumentType]
-        claim(config)  # pyright: ignore[reportArgumentType]
-        connect(config.ray)  # pyright: ignore[reportArgumentType]
-        with single_run(config.tracking, config.ray.storage, folder, config.model_dump(mode="json")) as logger:
-            records = audit(config, folder)
-            about = {"config": config.model_dump(mode="json", exclude={"ray", "tracking"})}
-            found = results(records, check(config).num_experts, config.audit.predictors, about)
-            write_text_atomically(folder / "tables.json", to_json(found))
-            measures = frame_of(found, "measures")
-            logger.log(metrics_of(measures, frame_of(found, "noise")), 0)
+    with tracked_run(config) as (folder, logger):
+        records = audit(config, folder)
+        about = {"config": config.model_dump(mode="json", exclude={"ray", "tracking"})}
+        found = results(records, check(config).num_experts, config.audit.predictors, about)
+        write_text_atomically(folder / "tables.json", to_json(found))
+        measures = frame_of(found, "measures")
+        logger.log(metrics_of(measures, frame_of(found, "noise")), 0)
         figures = write_figures(measures, frame_of(found, "by_rank"), folder / "figures")
-    shown = tables(found)
+    shown, page = tables(found), flags.page
     if page is not None:
         write_text_atomically(page, fill(page.read_text(encoding="utf-8"), shown))
         write_text_atomically(page.parent / "results" / f"{page.stem}.json", to_json(found))

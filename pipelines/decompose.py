@@ -5,9 +5,6 @@ study's tables and figures into the run directory and logs to MLflow.
 """
 
 import json
-import logging
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +13,7 @@ from typing import Any
 from aarlib.config import write_text_atomically
 from aarlib.runtime.lens_config import LensRunConfig
 from pipelines.command_line import parse_verb
+from pipelines.unit_verb import run_verb, tracked_run
 
 
 @dataclass(frozen=True)
@@ -25,20 +23,7 @@ class Flags:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse_verb(LensRunConfig, __doc__, argv, flags=Flags)
-    config = arguments.config
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("aarlib").setLevel(logging.INFO)
-    from aarlib.runtime.units import UnitsError
-
-    try:
-        print(describe(config))
-        if not arguments.dry_run:
-            run(config, arguments.extras.page)
-    except (ValueError, UnitsError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_verb(parse_verb(LensRunConfig, __doc__, argv, flags=Flags), describe, run)
 
 
 def describe(config: LensRunConfig) -> str:
@@ -55,27 +40,20 @@ def describe(config: LensRunConfig) -> str:
     )
 
 
-def run(config: LensRunConfig, page: Path | None = None) -> None:
-    from aarlib.runtime.cluster import connect
+def run(config: LensRunConfig, flags: Flags) -> None:
     from aarlib.runtime.lens import influence, write_parquet
     from aarlib.runtime.lens_causal import causal
-    from aarlib.runtime.run_directory import claim, held
-    from aarlib.runtime.tracking import single_run
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with held(config) as folder:  # pyright: ignore[reportArgumentType]
-        claim(config)  # pyright: ignore[reportArgumentType]
-        connect(config.ray)  # pyright: ignore[reportArgumentType]
-        with single_run(config.tracking, config.ray.storage, folder, config.model_dump(mode="json")) as tracked:
-            records = influence(config, folder)
-            taken = causal(config, records, folder)
-            write_parquet(records, folder / "influence.parquet")
-            write_parquet(taken, folder / "causal.parquet")
-            results = study(config, records, taken, folder)
-            tracked.log(metrics(results), step=0)
+    with tracked_run(config) as (folder, logger):
+        records = influence(config, folder)
+        taken = causal(config, records, folder)
+        write_parquet(records, folder / "influence.parquet")
+        write_parquet(taken, folder / "causal.parquet")
+        results = study(config, records, taken, folder)
+        logger.log(metrics(results), step=0)
     print(f"{len(records)} + {len(taken)} records, closure error {results['run']['closure error']:.1e}: {folder}")
-    if page is not None:
-        put_on_page(config.name, results, page)
+    if flags.page is not None:
+        put_on_page(config.name, results, flags.page)
 
 
 def study(config: LensRunConfig, records: Any, taken: Any, folder: Path) -> dict[str, Any]:

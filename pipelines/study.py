@@ -1,35 +1,31 @@
 """Evaluate trained aggregation heads against every control on exactly paired windows, and print FDAA's tables.
 
 Takes the adapters of finished `train` runs of the same storage folder. One unit per (run, domain, split), spread over
-ray.num_actors;
-run again, it repeats nothing. Writes records.parquet and tables.json into the run directory and logs to MLflow.
+ray.num_actors; run again, it repeats nothing. Writes records.parquet and tables.json into the run directory and logs to MLflow;
+`--page` also puts the tables, with those of the finished studies named by `--beside`, into a page.
 """
 
 import json
-import logging
-import os
-import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
+from aarlib.config import read_json_object, write_text_atomically
 from aarlib.runtime.fdaa_config import FDAAStudyConfig
 from pipelines.command_line import parse_verb
+from pipelines.unit_verb import run_verb, tracked_run
+
+
+@dataclass(frozen=True)
+class Flags:
+    page: Path | None = None
+    """A Markdown page whose tables are filled; the results go to results/<its name>.json beside it."""
+    beside: tuple[str, ...] = ()
+    """Names of finished studies of the same storage folder whose tables join this one's on the page."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse_verb(FDAAStudyConfig, __doc__, argv)
-    config = arguments.config
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("aarlib").setLevel(logging.INFO)
-    from aarlib.runtime.units import UnitsError
-
-    try:
-        print(describe(config))
-        if not arguments.dry_run:
-            run(config)
-    except (ValueError, UnitsError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_verb(parse_verb(FDAAStudyConfig, __doc__, argv, flags=Flags), describe, run)
 
 
 def describe(config: FDAAStudyConfig) -> str:
@@ -42,24 +38,24 @@ def describe(config: FDAAStudyConfig) -> str:
     return "\n".join([*lines, f"{', '.join(fdaa.domains)}: {windows} each"])
 
 
-def run(config: FDAAStudyConfig) -> None:
-    from aarlib.config import write_text_atomically
-    from aarlib.runtime.cluster import connect
+def run(config: FDAAStudyConfig, flags: Flags) -> None:
     from aarlib.runtime.fdaa_study import describe_training, study
-    from aarlib.runtime.run_directory import claim, held
-    from aarlib.runtime.tracking import single_run
-    from aarlib.studies.fdaa import results
-    from aarlib.studies.fdaa_page import tables
+    from aarlib.runtime.run_directory import run_directory
+    from aarlib.studies.fdaa import merged, results
+    from aarlib.studies.fdaa_page import filled, paper, tables
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with held(config) as folder:  # pyright: ignore[reportArgumentType]
-        claim(config)  # pyright: ignore[reportArgumentType]
-        connect(config.ray)  # pyright: ignore[reportArgumentType]
-        with single_run(config.tracking, config.ray.storage, folder, config.model_dump(mode="json")):
-            records = study(config, folder)
+    others = [read_json_object(run_directory(config.updated({"name": name})) / "tables.json") for name in flags.beside]
+    with tracked_run(config) as (folder, _):
+        records = study(config, folder)
         found = results(records) | {"runs": [describe_training(config, name) for name in config.fdaa.runs]}
         write_text_atomically(folder / "tables.json", json.dumps(found, indent=1))
     print("\n\n".join(tables(found).values()))
+    if flags.page is not None:
+        shown = merged([found, *others])
+        page = filled(flags.page.read_text(encoding="utf-8"), {**tables(shown), "paper": paper()})
+        stored = flags.page.parent / "results" / f"{flags.page.stem}.json"
+        write_text_atomically(stored, json.dumps(shown, indent=1) + "\n")
+        write_text_atomically(flags.page, page)
     print(f"run directory: {folder}")
 
 

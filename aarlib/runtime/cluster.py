@@ -2,7 +2,7 @@
 
 import logging
 import os
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 
@@ -18,7 +18,12 @@ ENVIRONMENT = {
 """report() waits for a health check (2 s by default); start-ups may be slow on a busy machine."""
 
 
-def connect(config: RayConfig) -> None:
+class HasAddress(Protocol):
+    @property
+    def address(self) -> str | None: ...
+
+
+def connect(config: HasAddress) -> None:
     """Join the cluster at `ray.address` (or RAY_ADDRESS); without one, start a local Ray on loopback. Idempotent.
 
     The dashboard is on: without it Tune cannot give back the resources of finished trials.

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
 from aarlib.config import read_json_object, write_text_atomically
 from aarlib.training.config import Run, RunConfig
@@ -17,7 +17,29 @@ MAY_DIFFER = ("ray", "tracking", "evaluate")
 """Tables that do not change what a training computes, so a run can be resumed with other values."""
 
 
-def run_directory(config: RunConfig) -> Path:
+class HasStorage(Protocol):
+    @property
+    def storage(self) -> str: ...
+
+
+class Claimant(Protocol):
+    """A config with a run directory of its own: RunConfig, and those of audit, lens and study."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def ray(self) -> HasStorage: ...
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], origin: str = "config") -> Self: ...
+
+    def model_dump(self, *, mode: str) -> dict[str, Any]: ...
+
+    def to_json(self) -> str: ...
+
+
+def run_directory(config: Claimant) -> Path:
     if "://" in config.ray.storage:
         raise ValueError(
             f"ray.storage = {config.ray.storage!r}: run directories are written to a local or shared folder; "
@@ -26,12 +48,12 @@ def run_directory(config: RunConfig) -> Path:
     return Path(config.ray.storage).expanduser().resolve() / config.name
 
 
-def check_claim(config: RunConfig) -> None:
+def check_claim(config: Claimant) -> None:
     """A ValueError where the run directory exists and is another run's."""
     folder = run_directory(config)
     stored = folder / "config.json"
     if stored.is_file():
-        differences = _differences(_stored(stored), config.model_dump(mode="json"))
+        differences = _differences(_stored(stored, type(config)), config.model_dump(mode="json"))
         if differences:
             raise ValueError(
                 f"name = {config.name!r}: the run directory {folder} exists with another config ({'; '.join(differences)}); "
@@ -41,7 +63,7 @@ def check_claim(config: RunConfig) -> None:
         raise ValueError(f"name = {config.name!r}: {folder} exists and is no run directory; choose another name")
 
 
-def claim(config: RunConfig) -> Path:
+def claim(config: Claimant) -> Path:
     """The run directory: made, or taken up again where it holds the same config."""
     check_claim(config)
     folder = run_directory(config)
@@ -50,7 +72,7 @@ def claim(config: RunConfig) -> Path:
 
 
 @contextmanager
-def held(config: RunConfig) -> Iterator[Path]:
+def held(config: Claimant) -> Iterator[Path]:
     """The run directory, held by this process alone; the lock ends with the process, however it ends."""
     check_claim(config)
     folder = run_directory(config)
@@ -104,11 +126,11 @@ def cut_history(path: Path, steps: int) -> None:
     write_text_atomically(path, "".join(kept))
 
 
-def _stored(path: Path) -> dict[str, Any]:
+def _stored(path: Path, kind: type[Claimant]) -> dict[str, Any]:
     """The config of a run directory, fields added since it was written at their defaults."""
     values = read_json_object(path)
     try:
-        return RunConfig.from_mapping(values).model_dump(mode="json")
+        return kind.from_mapping(values).model_dump(mode="json")
     except ValueError:
         return values
 

@@ -5,7 +5,9 @@ better;
 a window's value is the mean over seeds, then windows are bootstrapped.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from os.path import commonprefix
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -139,6 +141,14 @@ def results(records: pd.DataFrame) -> dict[str, list[dict[str, object]]]:
     """Every table as JSON-able rows: `domains`, `controls`, `layers`."""
     found = {"domains": domain_table(records), "controls": control_table(records), "layers": layer_table(records)}
     return {name: _rows(frame) for name, frame in found.items()}
+
+
+def merged(studies: Sequence[Mapping[str, Sequence[Mapping[str, Any]]]]) -> dict[str, list[dict[str, Any]]]:
+    """Results of several studies as one, the beginning that all names of runs share left out."""
+    joined = {key: [row for study in studies for row in study.get(key, ())] for key in studies[0]}
+    shared = commonprefix([row["run"] for rows in joined.values() for row in rows])
+    shared = shared[: shared.rfind("_") + 1]
+    return {key: [{**row, "run": row["run"].removeprefix(shared)} for row in rows] for key, rows in joined.items()}
 
 
 def _rows(frame: pd.DataFrame) -> list[dict[str, object]]:
