@@ -112,7 +112,7 @@ def test_200_mb_of_shards_stay_out_of_the_driver(local_ray: Any, tmp_path: Path)
     """The sample keeps tokenising short; every byte is read."""
     generator = random.Random(0)
     for shard in range(8):
-        turns = [[generator.randbytes(25_000).hex(), "yes"] for _ in range(500)]
+        turns = [["go on", generator.randbytes(25_000).hex()] for _ in range(500)]
         rows = [
             {"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]}
             for ask, answer in turns

@@ -160,21 +160,29 @@ def test_a_killed_worker_changes_nothing(bench: Bench, two_workers: TrainingResu
 def test_a_killed_driver_and_a_killed_tree_change_nothing(
     bench: Bench, two_workers: TrainingResult, tmp_path: Path
 ) -> None:
-    """The driver alone is killed, then the whole tree and a torn checkpoint left behind; one worker ends it."""
+    """The driver is killed and its workers live on, then the whole tree and a torn checkpoint; one worker ends it."""
     config = bench.config("orphaned")
     folder = Path(config.ray.storage) / "orphaned"
     driver = start_driver(config, tmp_path)
     _wait_for(folder / RUN / "rows.jsonl", 5, driver)
-    below = psutil.Process(driver.pid).children(recursive=True)
-    writers = [process for process in below if "RayTrainWorker" in process.name() + "".join(process.cmdline())]
-    assert len(writers) == 2
+    orphans = _train_workers(psutil.Process(driver.pid))
+    assert len(orphans) == 2
+    for orphan in orphans:
+        orphan.suspend()
     driver.kill()
     driver.wait()
     first = checkpoints(folder / RUN)[-1].name
 
     driver = start_driver(config, tmp_path)
+    while len(_train_workers(psutil.Process(driver.pid))) < 2:
+        assert driver.poll() is None
+        time.sleep(0.1)
+    time.sleep(5)
+    assert len((folder / "starts.jsonl").read_text().splitlines()) == 1, "two worker groups write at once"
+    for orphan in orphans:
+        orphan.kill()
+    _wait_for(folder / "starts.jsonl", 2, driver)
     _wait_for(folder / RUN / "rows.jsonl", 8, driver)
-    assert not [writer for writer in writers if writer.is_running() and writer.status() != psutil.STATUS_ZOMBIE]
     for process in [*psutil.Process(driver.pid).children(recursive=True), psutil.Process(driver.pid)]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -206,6 +214,15 @@ def start_driver(config: RunConfig, folder: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", code, str(path)], env=environment, stdout=log, stderr=log)
 
 
+def _train_workers(driver: psutil.Process) -> list[psutil.Process]:
+    found = []
+    for process in driver.children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "RayTrainWorker" in process.name() + "".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
 def _wait_for(history: Path, count: int, driver: subprocess.Popen[bytes]) -> None:
     while not history.is_file() or len(history.read_text().splitlines()) < count:
         assert driver.poll() is None, "the driver ended before it could be killed"
@@ -232,11 +249,7 @@ def _kill_a_worker(history: Path, steps: int) -> None:
     """SIGKILL one Train worker of this process's Ray once `history` has as many steps, past the first checkpoint."""
     while not history.is_file() or len(history.read_text().splitlines()) < steps:
         time.sleep(0.02)
-    workers = [
-        child
-        for child in psutil.Process().children(recursive=True)
-        if "RayTrainWorker" in child.name() + "".join(child.cmdline())
-    ]
+    workers = _train_workers(psutil.Process())
     workers[-1].kill()
     (history.parent / "killed").write_text(str(workers[-1].pid))
 
