@@ -147,38 +147,45 @@ def _rows(path: str) -> Iterator[tuple[int, Any]]:
     """(row number from 1, row) of a file; JSON lines come undecoded."""
     name = file_name(path)
     if name.endswith(".parquet"):
-        yield from enumerate(_parquet_rows(path), start=1)
+        yield from enumerate(parquet_rows(path, "messages", "tools"), start=1)
     elif name.endswith(FORMATS):
-        yield from _lines(path)
+        yield from json_lines(path)
     else:
         raise ValueError(f"{path}: not a {', '.join(FORMATS)} file; convert it")
 
 
-def _lines(path: str) -> Iterator[tuple[int, bytes]]:
+def json_lines(path: str) -> Iterator[tuple[int, bytes]]:
+    """(line number from 1, line) of a .jsonl(.gz) file or URI, blank lines left out."""
     number = 0
     try:
-        filesystem, inner = open_location(path)
-        compression = "gzip" if inner.endswith(".gz") else None
-        with filesystem.open_input_stream(inner, compression=compression) as stream:
-            for number, line in enumerate(io.BufferedReader(stream), start=1):
+        with open_stream(path) as stream:
+            for number, line in enumerate(stream, start=1):
                 if line.strip():
                     yield number, line
     except (OSError, EOFError) as error:
         raise ValueError(f"{path}: cannot be read after line {number}: {error}; is the file complete?") from error
 
 
-def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
+def parquet_rows(path: str, required: str, *optional: str) -> Iterator[dict[str, Any]]:
+    """The rows of a parquet file or URI, with these columns."""
     try:
         filesystem, inner = open_location(path)
         with pq.ParquetFile(inner, filesystem=filesystem) as file:
             names = file.schema_arrow.names
-            if "messages" not in names:
-                raise ValueError(f"{path}: no column `messages` (columns: {', '.join(names)})")
-            columns = [name for name in ("messages", "tools") if name in names]
+            if required not in names:
+                raise ValueError(f"{path}: no column `{required}` (columns: {', '.join(names)})")
+            columns = [required, *(name for name in optional if name in names)]
             for batch in file.iter_batches(batch_size=256, columns=columns):
                 yield from batch.to_pylist()
     except (OSError, pa.ArrowInvalid) as error:
         raise ValueError(f"{path}: not a readable parquet file: {error}") from error
+
+
+def open_stream(path: str) -> io.BufferedReader:
+    """The bytes of a local file or URI, those of a .gz unpacked."""
+    filesystem, inner = open_location(path)
+    compression = "gzip" if inner.endswith(".gz") else None
+    return io.BufferedReader(filesystem.open_input_stream(inner, compression=compression))
 
 
 def open_location(path: str) -> tuple[pafs.FileSystem, str]:

@@ -1,17 +1,14 @@
 """Plain text: documents of files, splits that share no document, and windows of tokens."""
 
-import gzip
 import io
 import json
 import os
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import pyarrow.parquet as pq
-
 from aarlib.data.chat import Encoded
+from aarlib.data.conversations import file_name, json_lines, open_stream, parquet_rows
 from aarlib.data.sampling import row_hash
 
 Split = Literal["development", "test", "train"]
@@ -35,48 +32,48 @@ class _Piece(NamedTuple):
 
 
 def read_documents(path: str | os.PathLike[str], split: Documents = "whole") -> Iterator[TextDocument]:
-    """Documents of a .txt file (one), or of the rows {"text": ...} of a .jsonl(.gz) or .parquet file; blank ones are left out.
+    """Documents of a file or URI (s3://, gs://): a whole .txt, the rows {"text": ...} of .jsonl(.gz) and .parquet; no blank ones.
 
     `headings` splits raw WikiText at the titles of its articles instead: the lines of a .txt file, or of all rows
     together. Raises ValueError for a file that does not exist or has another format, and for a row without text.
     """
-    path = Path(path)
-    if not path.name.endswith(FORMATS):
+    path = os.fspath(path)
+    name = file_name(path)
+    if not name.endswith(FORMATS):
         raise ValueError(f"{path}: not a {', '.join(FORMATS)} file; convert it")
-    if not path.is_file():
+    if "://" not in path and not os.path.isfile(path):
         raise ValueError(f"{path} does not exist; name a {', '.join(FORMATS)} file")
-    pieces = _pieces(path)
+    pieces = _pieces(path, name)
     if split == "headings":
         pieces = _articles(_lines(pieces))
     for number, text in pieces:
         if text.strip():
-            yield TextDocument(f"{path.name}:{number}", text)
+            yield TextDocument(f"{name}:{number}", text)
 
 
-def _pieces(path: Path) -> Iterator[_Piece]:
-    if path.suffix == ".txt":
-        yield _Piece(1, path.read_text(encoding="utf-8"))
-    elif path.suffix == ".parquet":
-        with pq.ParquetFile(path) as file:
-            if "text" not in file.schema_arrow.names:
-                raise ValueError(f"{path}: no column `text` (columns: {', '.join(file.schema_arrow.names)})")
-            number = 0
-            for batch in file.iter_batches(batch_size=256, columns=["text"]):
-                for text in batch.column(0).to_pylist():
-                    number += 1
-                    yield _Piece(number, _checked(text, f"{path.name}:{number}"))
+def _pieces(path: str, name: str) -> Iterator[_Piece]:
+    if name.endswith(".txt"):
+        yield _Piece(1, _whole(path))
+    elif name.endswith(".parquet"):
+        for number, row in enumerate(parquet_rows(path, "text"), 1):
+            yield _Piece(number, _checked(row["text"], f"{name}:{number}"))
     else:
-        opened: Any = gzip.open if path.suffix == ".gz" else open
-        with opened(path, "rt", encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield _Piece(number, _row_text(line, f"{path.name}:{number}"))
+        for number, line in json_lines(path):
+            yield _Piece(number, _row_text(line, f"{name}:{number}"))
 
 
-def _row_text(line: str, place: str) -> str:
+def _whole(path: str) -> str:
+    try:
+        with open_stream(path) as stream:
+            return io.TextIOWrapper(stream, encoding="utf-8").read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+
+
+def _row_text(line: bytes, place: str) -> str:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise ValueError(f"{place}: not valid JSON: {error}") from None
     return _checked(row.get("text") if isinstance(row, dict) else None, place)
 

@@ -4,7 +4,6 @@ A unit is a shard of windows at all audited layers: the prefix, the native suffi
 once and not once a layer. One record for each (window, layer, horizon); RECORD_COLUMNS.
 """
 
-import glob
 import json
 import logging
 import os
@@ -22,8 +21,9 @@ from aarlib.audit.config import FIRST_POSITION, AuditConfig, DomainConfig
 from aarlib.audit.gradients import Credit, credits, utilities
 from aarlib.audit.replay import Isolation, action_ce
 from aarlib.config import Config
-from aarlib.data.corpora import TextDocument, read_documents, separator_id, split_of, windows
+from aarlib.data.corpora import FORMATS, TextDocument, read_documents, separator_id, split_of, windows
 from aarlib.data.sampling import row_hash
+from aarlib.data.sources import expand_sources
 from aarlib.moe.anatomy import Anatomy, anatomy
 from aarlib.moe.loading import NANO, load_config, load_tokenizer, meta_model
 from aarlib.runtime.audit_config import AuditRunConfig
@@ -173,12 +173,10 @@ def domain_documents(source: str) -> Iterator[TextDocument]:
 def _text_files(pattern: str) -> list[str]:
     if "$" in pattern:
         raise ValueError(f"audit.domains: {pattern!r} names an environment variable that is not set; export it")
-    found = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
-    if not found:
-        raise ValueError(
-            f"audit.domains: {pattern!r} names no file; correct the path, or let `prepare` ingest the text"
-        )
-    return found
+    try:
+        return expand_sources([pattern], FORMATS)
+    except ValueError as error:
+        raise ValueError(f"audit.domains: {str(error).removeprefix('data.train: ')}") from None
 
 
 def nano_documents(register: str, count: int) -> Iterator[TextDocument]:
