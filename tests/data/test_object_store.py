@@ -1,4 +1,4 @@
-"""Conversations and texts are read from an object store as from a folder: a local S3 server, globs, all formats, options in the URI."""
+"""Conversations and texts come from an object store as from a folder: a local S3 server, globs, formats, options in the URI."""
 
 import gzip
 import json
