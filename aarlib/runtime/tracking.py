@@ -1,7 +1,8 @@
 """MLflow as a sink: one parent run per command, one nested child per (method, seed).
 
-metrics.jsonl is the record; what MLflow refuses is reported and never stops a training. Default store: a sqlite file beside the
-runs (MLflow's file store is gone), with an absolute artifact location so that trials do not write into Ray's folders.
+metrics.jsonl is the record; what MLflow refuses is reported and never stops a training. The store is tracking.uri, else
+MLFLOW_TRACKING_URI, else a sqlite file beside the runs (MLflow's file store is gone), with an absolute artifact location so that
+trials do not write into Ray's folders.
 """
 
 import hashlib
@@ -53,7 +54,11 @@ def tracking_uri(config: RunConfig) -> str:
 
 
 def _uri(settings: TrackingConfig, storage: str | Path) -> str:
-    return settings.uri or f"sqlite:///{Path(storage).expanduser().resolve() / 'mlflow.db'}"
+    return settings.uri or os.environ.get("MLFLOW_TRACKING_URI") or _own_store(storage)
+
+
+def _own_store(storage: str | Path) -> str:
+    return f"sqlite:///{Path(storage).expanduser().resolve() / 'mlflow.db'}"
 
 
 def start(config: RunConfig, folder: Path, with_children: bool = True) -> Tracking:
@@ -216,7 +221,7 @@ def _experiment(client: Any, settings: TrackingConfig, storage: str | Path) -> s
     if found is not None:
         return found.experiment_id
     location = None
-    if settings.uri is None:
+    if _uri(settings, storage) == _own_store(storage):
         location = (Path(storage).expanduser().resolve() / "mlflow_artifacts").as_uri()
     return client.create_experiment(settings.experiment, artifact_location=location)
 

@@ -125,7 +125,7 @@ class RayConfig(Config):
 class TrackingConfig(Config):
     experiment: str = "aarlib"
     uri: str | None = None
-    """MLflow tracking URI; None is a sqlite file beside the runs."""
+    """MLflow tracking URI; None is that of MLFLOW_TRACKING_URI, or else a sqlite file beside the runs."""
     run_name: str | None = None
 
 

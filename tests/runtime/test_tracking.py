@@ -1,5 +1,6 @@
 """MLflow as a sink: nested runs, runs of dead processes closed, refusals reported and survived."""
 
+import math
 import multiprocessing
 import os
 import signal
@@ -71,6 +72,30 @@ def test_parent_children_metrics_and_abandoned_runs(tmp_path: Path) -> None:
     assert client.get_run(trial.children["aar-seed0"]).data.tags["mlflow.parentRunId"] == second.parent
     tracking.finish(trial, tracking.FINISHED, {})
     assert client.get_run(second.parent).info.status == "RUNNING"
+
+
+def test_the_store_is_the_configs_then_the_environments_then_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config(tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    own = tracking.tracking_uri(settings)
+    assert own == f"sqlite:///{tmp_path}/runs/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/theirs.db")
+    explicit = settings.updated({"tracking.uri": f"sqlite:///{tmp_path}/explicit.db"})
+    assert tracking.tracking_uri(explicit) == f"sqlite:///{tmp_path}/explicit.db"
+    started = tracking.start(settings, claim(settings))
+    assert started.parent is not None and started.uri == f"sqlite:///{tmp_path}/theirs.db"
+    assert (tmp_path / "theirs.db").is_file() and not (tmp_path / "runs" / "mlflow.db").exists()
+    location = tracking._client(started.uri).get_experiment(started.experiment_id).artifact_location
+    assert str(tmp_path / "runs") not in location
+    logger = tracking.RunLogger(started, "sft-seed0")
+    logger.log({"train/ce": float("nan"), "optim/grad_norm": float("inf"), "speed/tokens_per_s": 5.0}, step=0)
+    assert logger.problems == []
+    metrics = tracking._client(started.uri).get_run(started.children["sft-seed0"]).data.metrics
+    assert math.isnan(metrics["train/ce"]) and metrics["optim/grad_norm"] > 1e300
+    assert metrics["speed/tokens_per_s"] == 5.0
 
 
 def artifact(uri: str, run_id: str) -> Path:
