@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.pop("MLFLOW_TRACKING_URI", None)
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's switch for a single node on loopback
 os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"  # reports are paced by it
 
@@ -35,12 +36,13 @@ RAY_ENVIRONMENT = {
 skip_reasons: set[str] = set()
 
 
-@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Tests with Ray share one process: they wait more than they compute. pytest-xdist reads the mark before `modifyitems`."""
+    if item.get_closest_marker("ray"):
+        item.add_marker(pytest.mark.xdist_group("ray"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests with Ray first and on one process (pytest-xdist's loadgroup): they wait more than they compute."""
-    for item in items:
-        if item.get_closest_marker("ray"):
-            item.add_marker(pytest.mark.xdist_group("ray"))
     items.sort(key=lambda item: item.get_closest_marker("ray") is None)
 
 
