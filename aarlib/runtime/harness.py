@@ -101,7 +101,7 @@ def _check_data(source: TaskSource) -> None:
     for name in source.names:
         try:
             manager.load([name])
-        except (OSError, ValueError, ImportError, KeyError) as error:
+        except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
             raise ValueError(
                 f"evaluate.tasks: {name!r} cannot be loaded ({type(error).__name__}: {error}); fetch its data where "
                 "there is a network, or give a task with local data_files in evaluate.include_path"
@@ -140,6 +140,11 @@ class HarnessLM(_HFLM):
         self.cache_hook = _StopReasonHook(self._pending, self.stop_reasons)
 
     @property
+    def adds_bos(self) -> bool:
+        """Whether a plain text gets a prefix token from the tokenizer (in rolling likelihoods it always has exactly one)."""
+        return self.tok_encode("a")[:1] == [self.prefix_token_id]
+
+    @property
     def end_strings(self) -> list[str]:
         return [self.tok_decode([token], skip_special_tokens=False) for token in self.end_ids]
 
@@ -162,7 +167,12 @@ class HarnessLM(_HFLM):
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
-        return super().loglikelihood_rolling(requests, disable_tqdm=True)
+        """Without special tokens in the text: HFLM starts it with the prefix token, and would else count p(BOS | BOS)."""
+        own, self.add_bos_token = self.add_bos_token, False
+        try:
+            return super().loglikelihood_rolling(requests, disable_tqdm=True)
+        finally:
+            self.add_bos_token = own
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
         return super().generate_until(requests, disable_tqdm=True)
@@ -280,7 +290,10 @@ def _settings_of(name: str, results: Mapping[str, Any], lm: HarnessLM, settings:
         "chat_template_sha256": hashlib.sha256(str(template).encode()).hexdigest() if template else None,
         "generation": config.get("generation_kwargs") if config.get("output_type") == "generate_until" else None,
         "end_tokens": lm.end_strings,
+        "prefix_token": lm.tok_decode([lm.prefix_token_id], skip_special_tokens=False),
+        "adds_bos": lm.adds_bos,
         "max_length": lm.max_length,
+        "rolling_stride": lm.max_length,
         "dtype": str(lm.model.dtype).removeprefix("torch."),
         "seeds": SEEDS,
         "task_version": results["versions"].get(name),

@@ -168,7 +168,7 @@ def _shards_of_rows(manifest: Manifest) -> Iterator[list[dict[str, Any]]]:
         rows = islice(stream.skip(manifest.rows_read), left)
         while part := list(islice(rows, manifest.rows_per_shard)):
             yield part
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         raise ValueError(_unreachable(manifest.dataset, error)) from error
 
 

@@ -139,6 +139,33 @@ def test_loglikelihood_of_the_patched_model_is_that_of_direct_forwards(batch_siz
     assert max(abs(a - b) for a, b in zip(patched, stock, strict=True)) > 0.05
 
 
+@torch.no_grad()
+def rolled(model, tokenizer, text: str, length: int) -> float:
+    """Every token of the text once, in windows of `length` predictions: <s> before the first, at the end as much context as fits."""
+    tokens = [tokenizer.bos_token_id, *tokenizer.encode(text, add_special_tokens=False)]
+    total = 0.0
+    for start in range(1, len(tokens), length):
+        end = min(start + length, len(tokens))
+        first = max(0, end - 1 - length)
+        logits = model(input_ids=torch.tensor([tokens[first : end - 1]])).logits[0].double().log_softmax(-1)
+        total += sum(float(logits[i - 1 - first, tokens[i]]) for i in range(start, end))
+    return total
+
+
+def test_a_rolling_likelihood_counts_every_token_of_the_text_once_and_no_bos(tmp_path):
+    tokenizer, length = character_tokenizer(), 16
+    model = tiny_model("olmoe", vocab_size=128, max_position_embeddings=length)
+    texts = ["short", "a text of several windows, the last of them short", "x" * 16, "y z" * 6, "!"]
+    found = []
+    for batch_size in (1, 4):
+        lm = HarnessLM(model, tokenizer, batch_size, apply_chat_template=False)
+        requests = [Instance("loglikelihood_rolling", {}, (text,), index) for index, text in enumerate(texts)]
+        found.append(lm.loglikelihood_rolling(requests, disable_tqdm=True))
+        assert lm.adds_bos and lm.tok_encode("a")[0] == tokenizer.bos_token_id and lm.num_truncated == 0
+    assert found[0] == pytest.approx([rolled(model, tokenizer, text, length) for text in texts], abs=1e-4)
+    assert found[1] == pytest.approx(found[0], abs=1e-4)
+
+
 def test_scores_and_generations_do_not_depend_on_the_batch_size(tmp_path):
     write_choice(tmp_path)
     write_generation(tmp_path, ["short", "a somewhat longer question", "mid size", "x" * 40], until=["zq"])
@@ -175,6 +202,8 @@ def test_a_score_carries_documents_settings_and_versions(tmp_path):
     assert settings["batch_size"] == 4 and settings["limit"] == 5 and settings["num_fewshot"] == 0
     assert settings["task_version"] == 3.0 and settings["dtype"] == "float32"
     assert set(settings["versions"]) == {"aarlib", "lm_eval", "torch", "transformers"}
+    assert settings["prefix_token"] == "<s>" and settings["adds_bos"] is True
+    assert settings["rolling_stride"] == settings["max_length"]
     assert settings["seeds"]["fewshot"] == 1234 and settings["chat_template_sha256"] is None
 
 
@@ -291,6 +320,17 @@ def test_missing_data_is_refused_with_the_remedy(tmp_path):
     write_choice(tmp_path)
     (tmp_path / "canned_choice.jsonl").unlink()
     with pytest.raises(ValueError, match=r"'canned_choice' cannot be loaded .*local data_files"):
+        resolve_tasks(["canned_choice"], [tmp_path])
+
+
+def test_a_task_whose_data_is_a_script_is_refused_with_the_remedy(tmp_path):
+    write_choice(tmp_path)
+    (tmp_path / "scripted").mkdir()
+    (tmp_path / "scripted" / "scripted.py").write_text("raise SystemExit")
+    path = tmp_path / "canned_choice.yaml"
+    changed = {"dataset_path": str(tmp_path / "scripted"), "dataset_kwargs": {}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+    with pytest.raises(ValueError, match=r"'canned_choice' cannot be loaded .*scripts are no longer.*local data_files"):
         resolve_tasks(["canned_choice"], [tmp_path])
 
 

@@ -151,6 +151,14 @@ def test_an_unreachable_dataset_is_named(tmp_path, monkeypatch):
     assert not (tmp_path / "local").exists()
 
 
+def test_a_dataset_that_is_a_script_is_refused(tmp_path):
+    (tmp_path / "scripted").mkdir()
+    (tmp_path / "scripted" / "scripted.py").write_text("raise SystemExit")
+    with pytest.raises(ValueError, match="data.hub = .*scripted' is not reached: Dataset scripts are no longer supported"):
+        ingest(str(tmp_path / "scripted"), f"{tmp_path}/local/*.parquet")
+    assert not (tmp_path / "local").exists()
+
+
 def test_plain_text_is_ingested_by_column_and_up_to_a_number_of_rows(tmp_path):
     (tmp_path / "hub/ptb-tiny").mkdir(parents=True)
     rows = [{"sentence": f"line {number}"} for number in range(30)]
