@@ -76,7 +76,7 @@ def build_corpus(model: ModelConfig, data: DataConfig) -> Corpus:
     corpus = Corpus(
         encoded, held_out, totals["train"], held_out.count(), totals["train_targets"], totals["truncated"],
         totals["skipped"], tuple(text for block in blocks for text in block["problems"])[:EXAMPLES_KEPT],
-        f"{totals['digest'] % (1 << 64):016x}",
+        digest_text(totals["digest"]),
     )  # fmt: skip
     _check(corpus, data)
     if corpus.num_skipped:
@@ -227,16 +227,21 @@ def _keys(table: pa.Table, salt: str) -> list[int]:
 def _totals(table: pa.Table) -> pa.Table:
     train, good = _is_train(table), _is_good(table)
     targets, truncated = table["num_targets"].to_numpy(), table["truncated"].to_numpy()
-    totals = (good.sum(), train.sum(), targets[train].sum(), truncated[good].sum(), (~good).sum(), _digest(table))
+    totals = (good.sum(), train.sum(), targets[train].sum(), truncated[good].sum(), (~good).sum(), digest(table))
     problems = [text for text in table.column("problem").to_pylist() if text]
     columns = {name: pa.array([int(value)]) for name, value in zip(TOTALS, totals, strict=True)}
     return pa.table({**columns, "problems": pa.array([problems[:EXAMPLES_KEPT]], pa.list_(pa.string()))})
 
 
-def _digest(table: pa.Table) -> int:
+def digest(table: pa.Table) -> int:
     """A sum of hashes, one a row, in 62 bits: blocks may come in any order and number."""
     rows = zip(*(table.column(name).to_pylist() for name in ("row_id", "input_ids")), strict=True)
     return sum(row_hash(f"{row_id} {ids}", "digest") for row_id, ids in rows) % (1 << 62)
+
+
+def digest_text(total: int) -> str:
+    """Of the sum of the blocks' digests."""
+    return f"{total % (1 << 64):016x}"
 
 
 def _mixture(encoded: Dataset, data: DataConfig) -> list[int]:

@@ -30,7 +30,7 @@ from aarlib.data.corpora import (
 from aarlib.data.sampling import in_fraction, row_hash
 from aarlib.data.sources import expand_sources
 from aarlib.runtime.cluster import user_error
-from aarlib.runtime.corpus import Corpus, by_hash, map_blocks, quiet_ray_data, tokenizer_of
+from aarlib.runtime.corpus import Corpus, by_hash, digest, digest_text, map_blocks, quiet_ray_data, tokenizer_of
 from aarlib.training.config import DataConfig, ModelConfig, TextDomain
 
 logger = logging.getLogger("aarlib")
@@ -109,7 +109,9 @@ def build_text_corpus(model: ModelConfig, data: DataConfig) -> Corpus:
         logger.info("%s: %d windows to train on, %.2f passes over them an epoch", name, count, passes)
     num_train = int(units) * data.unit_rows
     targets = num_train * (data.sequence_length - 1)
-    return Corpus(encoded, held_out, num_train, held_out.count(), targets, 0)
+    digests = map_blocks(encoded, _digests).take_all()
+    total = digest_text(sum(int(block["digest"]) for block in digests))
+    return Corpus(encoded, held_out, num_train, held_out.count(), targets, 0, digest=total)
 
 
 def _check_counts(data: DataConfig, counts: Any) -> None:
@@ -189,6 +191,10 @@ def _ids_by_domain(encoded: Any, data: DataConfig) -> list[Any]:
         return [np.array([], dtype=object)] * len(data.domains)
     domains, ids = (np.concatenate([block[name] for block in blocks]) for name in ("pattern", "row_id"))
     return [ids[domains == index] for index in range(len(data.domains))]
+
+
+def _digests(table: pa.Table) -> pa.Table:
+    return pa.table({"digest": pa.array([digest(table)])})
 
 
 def _train_ids(table: pa.Table) -> pa.Table:

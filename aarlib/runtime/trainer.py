@@ -21,6 +21,7 @@ from aarlib.moe.loading import load_tokenizer
 from aarlib.runtime import tracking
 from aarlib.runtime.cluster import check_resources, connect, user_error, worker_environment
 from aarlib.runtime.corpus import Corpus, build_corpus, ordered
+from aarlib.runtime.mirror import restore
 from aarlib.runtime.plan import Plan, plan
 from aarlib.runtime.run_directory import check_claim, claim, held, is_finished, pending_runs, run_directory
 from aarlib.runtime.session import Job, dataset_name, epochs_needed, total_steps
@@ -53,6 +54,7 @@ class Prepared(NamedTuple):
 def train(config: RunConfig) -> TrainingResult:
     """Train every (method, seed) of `config` that has no result.json yet; a ValueError on bad input before anything expensive."""
     planned = check(config)
+    restore(config.ray.mirror, run_directory(config))
     check_claim(config)
     if not pending_runs(run_directory(config), config):
         logger.info("%s: every run is finished", config.name)
@@ -72,7 +74,7 @@ def record_data(folder: Path, corpus: Corpus) -> None:
     before = read_json_object(path).get("digest") if path.is_file() else None
     if before not in (None, corpus.digest):
         raise ValueError(
-            f"data.train: the rows are not those this run was begun on ({before} in {path}, {corpus.digest} now); "
+            f"data: the rows are not those this run was begun on ({before} in {path}, {corpus.digest} now); "
             "restore the files, or choose another name"
         )
     write_text_atomically(path, json.dumps(corpus.record(), indent=2))

@@ -16,7 +16,7 @@ pytest.importorskip("deepspeed")
 
 from aarlib.runtime.batches import encoded_rows  # noqa: E402
 from aarlib.runtime.text_corpus import build_text_corpus, find_texts, ordered_units, unit_order  # noqa: E402
-from aarlib.runtime.trainer import check, train  # noqa: E402
+from aarlib.runtime.trainer import check, record_data, train  # noqa: E402
 from aarlib.training.config import RunConfig  # noqa: E402
 
 
@@ -74,6 +74,26 @@ def test_epochs_are_whole_units_and_share_no_document_with_the_other_splits(loca
     held_out = [row for t in corpus.held_out.iter_batches(batch_format="pyarrow") for row in encoded_rows(t)]
     documents = [{row.row_id.split("+")[0] for row in part} for part in (train_rows, held_out)]
     assert not documents[0] & documents[1]
+
+
+def test_text_that_changed_by_one_word_is_refused(local_ray: Any, folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text((folder / "long.jsonl").read_text())
+    settings = config(folder, "words", **{"data.domains": {"own": {"text": [str(path)]}}})
+    begun = build_text_corpus(settings.model, settings.data)
+    assert len(begun.digest) == 16
+    record_data(tmp_path, begun)
+    again = build_text_corpus(settings.model, settings.data)
+    record_data(tmp_path, again)
+    row = next(
+        row.row_id for table in begun.held_out.iter_batches(batch_format="pyarrow") for row in encoded_rows(table)
+    )
+    lines = path.read_text().splitlines()
+    number = int(row.partition("+")[0].rpartition(":")[2]) - 1
+    lines[number] = lines[number].replace("boats", "goats", 1)
+    path.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=f"the rows are not those this run was begun on \\({begun.digest} in"):
+        record_data(tmp_path, build_text_corpus(settings.model, settings.data))
 
 
 def test_bad_texts_are_refused_before_anything_starts(folder: Path) -> None:
