@@ -141,7 +141,7 @@ def test_loglikelihood_of_the_patched_model_is_that_of_direct_forwards(batch_siz
 
 @torch.no_grad()
 def rolled(model, tokenizer, text: str, length: int) -> float:
-    """Every token of the text once, in windows of `length` predictions: <s> before the first, at the end as much context as fits."""
+    """Every token once, in windows of `length` predictions: <s> before the first, in the last as much context as fits."""
     tokens = [tokenizer.bos_token_id, *tokenizer.encode(text, add_special_tokens=False)]
     total = 0.0
     for start in range(1, len(tokens), length):
