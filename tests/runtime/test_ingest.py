@@ -154,7 +154,9 @@ def test_an_unreachable_dataset_is_named(tmp_path, monkeypatch):
 def test_a_dataset_that_is_a_script_is_refused(tmp_path):
     (tmp_path / "scripted").mkdir()
     (tmp_path / "scripted" / "scripted.py").write_text("raise SystemExit")
-    with pytest.raises(ValueError, match="data.hub = .*scripted' is not reached: Dataset scripts are no longer supported"):
+    with pytest.raises(
+        ValueError, match="data.hub = .*scripted' is not reached: Dataset scripts are no longer supported"
+    ):
         ingest(str(tmp_path / "scripted"), f"{tmp_path}/local/*.parquet")
     assert not (tmp_path / "local").exists()
 
