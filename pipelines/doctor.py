@@ -100,7 +100,13 @@ def choose_attach(arguments: Arguments, model: Any) -> Callable[[Any], Any] | No
 
         attach = aware_attach(arguments.layers, arguments.window)
     if attach is not None:
-        attach(model).detach()
+        handle = attach(model)
+        handle.detach()
+        if not hasattr(handle, "routers"):
+            raise ValueError(
+                f"--adapter {arguments.adapter}: it holds an aggregation head, and trained routers are examined; leave it out: "
+                "a head of the doctor's own is examined on every model"
+            )
     return attach
 
 

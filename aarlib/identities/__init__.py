@@ -24,6 +24,7 @@ from aarlib.identities.routing import gradients_against_eager as gradients_again
 from aarlib.identities.routing import logits_against_eager as logits_against_eager
 from aarlib.identities.routing import materialised as materialised
 from aarlib.identities.routing import packed_against_single as packed_against_single
+from aarlib.identities.routing import picks_agree as picks_agree
 from aarlib.identities.routing import prefill_against_decode as prefill_against_decode
 from aarlib.identities.routing import randomise as randomise
 from aarlib.identities.routing import relative_norm as relative_norm

@@ -11,7 +11,7 @@ from aarlib.audit.actions import action_names, action_weights
 from aarlib.audit.gradients import gradient_utilities
 from aarlib.audit.replay import Isolation, oracle
 from aarlib.audit.sites import Site, documents, sites
-from aarlib.identities.routing import Inputs, error
+from aarlib.identities.routing import Inputs, Measure, error
 from aarlib.moe.anatomy import anatomy
 from aarlib.moe.dispatch import RouterOutput
 from aarlib.moe.families import Family
@@ -23,7 +23,7 @@ Samples = Sequence[tuple[int, int, int]]
 
 class ReplayError(NamedTuple):
     largest: float
-    """Of the losses, in the sense of `error`."""
+    """Of the losses, in the sense of `measure`."""
     bite: float
     """Largest |delta CE| of an action: the identity proves nothing where no action changed the loss."""
 
@@ -35,6 +35,7 @@ def replay_against_full_forward(
     horizon: int | None = None,
     isolation: Isolation = "exact",
     family: Family | None = None,
+    measure: Measure = error,
 ) -> ReplayError:
     """The oracle's losses against one whole batch-1 forward, without padding or cache, for every action of every sample."""
     found = oracle(
@@ -52,9 +53,9 @@ def replay_against_full_forward(
     largest, bite = 0.0, 0.0
     for sample in samples:
         (site,) = _sites(inputs, [sample], horizon)
-        losses = torch.stack([_acted_loss(model, site, index, family) for index in range(len(names))])
+        losses = torch.stack([_acted_loss(model, site, index, family) for index in range(len(names))]).cpu()
         ours = torch.tensor([frame[(*sample, name)] for name in names], dtype=torch.float64)
-        largest = max(largest, error(ours, losses))
+        largest = max(largest, measure(ours, losses))
         bite = max(bite, float((losses - losses[0]).abs().max()))
     return ReplayError(largest, bite)
 
@@ -80,21 +81,28 @@ def _acted_loss(model: Any, site: Site, action: int, family: Family | None) -> T
 
 def _horizon_ce(logits: Tensor, site: Site) -> Tensor:
     covered = slice(site.offset, site.offset + site.num_targets)
-    targets = site.tokens[site.offset + 1 : site.offset + 1 + site.num_targets]
+    targets = site.tokens[site.offset + 1 : site.offset + 1 + site.num_targets].to(logits.device)
     return cross_entropy(logits[covered].double(), targets)
 
 
 def gradients_against_autograd(
-    model: Any, inputs: Inputs, samples: Samples, horizon: int | None = None, family: Family | None = None
+    model: Any,
+    inputs: Inputs,
+    samples: Samples,
+    horizon: int | None = None,
+    family: Family | None = None,
+    measure: Measure = error,
 ) -> float:
     """Gradient utilities against one forward and backward per sample, of its document alone and its own loss only."""
     layers = sorted({layer for _, _, layer in samples})
+    positions = sorted({(row, position) for row, position, _ in samples})
     found = gradient_utilities(
         model,
         inputs["input_ids"],
         layers,
         inputs.get("attention_mask"),
         horizon,
+        positions,
         position_ids=inputs.get("position_ids"),
         family=family,
     )
@@ -102,7 +110,7 @@ def gradients_against_autograd(
     for sample in samples:
         (site,) = _sites(inputs, [sample], horizon)
         row, position, layer = sample
-        errors.append(error(found[layer][row, position], _sample_utilities(model, site, family)))
+        errors.append(measure(found[layer][row, position], _sample_utilities(model, site, family)))
     return max(errors)
 
 
@@ -111,10 +119,12 @@ def _sample_utilities(model: Any, site: Site, family: Family | None) -> Tensor:
     (layer,) = site.layers
     experts = anatomy(model, family).moe_layer(layer).experts
     assert experts is not None
-    leaf = torch.zeros(site.tokens.shape[0], anatomy(model, family).hidden_size, requires_grad=True)
+    leaves: list[Tensor] = []
 
     def wrapper(inner: Callable[..., Tensor], *args: Any) -> Tensor:
-        return inner(*args) + leaf
+        output = inner(*args)
+        leaves.append(torch.zeros_like(output, requires_grad=True))
+        return output + leaves[-1]
 
     with record(model, [layer], dispatch=True, expert_outputs=True, family=family) as rec:
         remove = wrap_forward(experts, wrapper, Rank.RECORD)
@@ -122,8 +132,9 @@ def _sample_utilities(model: Any, site: Site, family: Family | None) -> Tensor:
             logits = model(input_ids=site.tokens[None], use_cache=False).logits[0]
         finally:
             remove()
-    gradient = torch.autograd.grad(_horizon_ce(logits, site), leaf)[0][site.offset]
-    weights = rec.dispatch[layer].weights[0, site.offset].detach()
-    outputs = rec.expert_outputs[layer][0, site.offset].detach()
+    (leaf,) = leaves
+    gradient = torch.autograd.grad(_horizon_ce(logits, site), leaf)[0][site.offset].float()
+    weights = rec.dispatch[layer].weights[0, site.offset].detach().float()
+    outputs = rec.expert_outputs[layer][0, site.offset].detach().float()
     routed = (weights[:, None] * outputs).sum(0)
     return torch.stack([-gradient @ (weights.sum() * output - routed) for output in outputs])

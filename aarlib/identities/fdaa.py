@@ -1,6 +1,6 @@
 """The golden identities of the aggregation head (DESIGN 2.5, 7), each a function that returns its measured error."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ import torch
 
 from aarlib.fdaa.attach import AggregationHandle, attach_fdaa
 from aarlib.fdaa.config import FDAAConfig
-from aarlib.identities.routing import Bite, Inputs, error
+from aarlib.identities.routing import Bite, Inputs, Measure, error
 from aarlib.moe.anatomy import anatomy
 from aarlib.moe.dispatch import RouterOutput
 from aarlib.moe.families import Family
@@ -20,7 +20,7 @@ class FixedDispatch(NamedTuple):
     """What an aggregation must keep, given the same input h."""
 
     mass_error: float
-    """Largest |sum_j w'_j - sum_j w_j|."""
+    """Of sum_j w'_j against sum_j w_j, in the sense of `error`."""
     ids_changed: float
     """Share of selected experts that differ from the native selection."""
     weights_moved: float
@@ -28,10 +28,15 @@ class FixedDispatch(NamedTuple):
 
 
 def attach_random_head(
-    model: Any, seed: int = 0, family: Family | None = None, scale: float = 4.0
+    model: Any,
+    seed: int = 0,
+    family: Family | None = None,
+    scale: float = 4.0,
+    layers: Sequence[int] | None = None,
 ) -> AggregationHandle:
-    """A head on every MoE layer whose scores are of order 1."""
-    handle = attach_fdaa(model, FDAAConfig(layers=anatomy(model, family).moe_layers), seed, family)
+    """A head whose scores are of order 1 on `layers`, by default every MoE layer."""
+    chosen = anatomy(model, family).moe_layers if layers is None else tuple(layers)
+    handle = attach_fdaa(model, FDAAConfig(layers=chosen), seed, family)
     randomise_head(handle, seed, scale)
     return handle
 
@@ -42,7 +47,7 @@ def randomise_head(handle: AggregationHandle, seed: int = 0, scale: float = 4.0)
     with torch.no_grad():
         for name, parameter in handle.trainable():
             if name in ("head.score.weight", "head.table"):
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator).to(parameter) * scale)
 
 
 def head_bite(model: Any, handle: AggregationHandle, inputs: Inputs) -> Bite:
@@ -71,21 +76,28 @@ def fixed_dispatch(model: Any, handle: AggregationHandle, inputs: Inputs) -> Fix
     masses, moves, changed = [], [], []
     for index, (_, before, ids) in native.items():
         after = rec.dispatch[index].weights.flatten(0, 1).float()
-        masses.append(float((after.sum(-1) - before.float().sum(-1)).abs().max()))
+        masses.append(error(after.sum(-1), before.float().sum(-1)))
         moves.append(float((after - before.float()).abs().max()))
         changed.append(_share_changed(rec.dispatch[index].expert_ids.flatten(0, 1), ids))
     return FixedDispatch(max(masses), max(changed), max(moves))
 
 
-def step0_against_stock(model: Any, inputs: Inputs, family: Family | None = None) -> float:
-    """Logits with an untrained head on every MoE layer against those without."""
+def step0_against_stock(
+    model: Any,
+    inputs: Inputs,
+    family: Family | None = None,
+    layers: Sequence[int] | None = None,
+    measure: Measure = error,
+) -> float:
+    """Logits with an untrained head on `layers`, by default every MoE layer, against those without."""
     expected = _logits(model, inputs)
-    handle = attach_fdaa(model, FDAAConfig(layers=anatomy(model, family).moe_layers), family=family)
+    chosen = anatomy(model, family).moe_layers if layers is None else tuple(layers)
+    handle = attach_fdaa(model, FDAAConfig(layers=chosen), family=family)
     with handle.scoring() as scored:
         found = _logits(model, inputs)
     handle.detach()
     assert set(scored) == set(handle.layers), "the head was not reached"
-    return error(found, expected)
+    return measure(found, expected)
 
 
 def _keep_output(kept: dict[int, RouterOutput], index: int) -> Callable[..., Any]:

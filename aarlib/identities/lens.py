@@ -1,26 +1,39 @@
 """The lens's identities (DESIGN 7): components add up to the router's logits, finer ones to their parent."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from aarlib.identities.routing import error
+from aarlib.identities.routing import Measure, error
 from aarlib.lens.decomposition import decompose
 from aarlib.lens.names import parse
 from aarlib.moe.families import Family
 
 
-def closure(model: Any, inputs: Mapping[str, Tensor], by: str = "layer", family: Family | None = None) -> float:
+def closure(
+    model: Any,
+    inputs: Mapping[str, Tensor],
+    by: str = "layer",
+    family: Family | None = None,
+    receivers: Sequence[int] | None = None,
+) -> float:
     """Sum over components against the router's logits, the largest error over receivers; attached routers included."""
     options: dict[str, Any] = dict(inputs)
-    return decompose(model, **options, by=by, family=family).closure_error
+    return decompose(model, **options, receivers=receivers, by=by, family=family).closure_error
 
 
-def parts_against_whole(model: Any, inputs: Mapping[str, Tensor], by: str, family: Family | None = None) -> float:
+def parts_against_whole(
+    model: Any,
+    inputs: Mapping[str, Tensor],
+    by: str,
+    family: Family | None = None,
+    receivers: Sequence[int] | None = None,
+    measure: Measure = error,
+) -> float:
     """Scores of the finer components against those of their parent, at the last receiver; the largest over parents."""
     options: dict[str, Any] = dict(inputs)
-    found = decompose(model, **options, by=by, family=family)
+    found = decompose(model, **options, receivers=receivers, by=by, family=family)
     receiver = found.receivers[-1]
     sums: dict[str, Tensor] = {}
     for name in found.components(receiver):
@@ -29,4 +42,4 @@ def parts_against_whole(model: Any, inputs: Mapping[str, Tensor], by: str, famil
         if component.parent != name:
             scores = found.scores(receiver, name)
             sums[component.parent] = sums[component.parent] + scores if component.parent in sums else scores
-    return max(error(total, found.scores(receiver, parent)) for parent, total in sums.items())
+    return max(measure(total, found.scores(receiver, parent)) for parent, total in sums.items())

@@ -4,13 +4,13 @@ An error is max|a - b| / max(1, max|b|) over the positions that are not padding:
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import cross_entropy, linear, pad
 
 from aarlib.aar.attach import RoutingHandle
 from aarlib.aar.config import AARConfig, RouterSFTConfig
@@ -194,6 +194,35 @@ def selection_against_gate(model: Any, inputs: Inputs, family: Family | None = N
             return float("inf")
         worst = max(worst, error(ours.weights, weights.flatten(0, 1)))
     return worst
+
+
+def picks_agree(model: Any, inputs: Inputs, family: Family | None = None) -> float:
+    """Share of the stock routers' picks that float32 logits of the same hidden states give too; 1 where the gate is float32."""
+    parts = anatomy(model, family)
+    kept, picks = 0, 0
+
+    def watch(router: nn.Module) -> Callable[..., Any]:
+        select, bias = Selector(parts, router), parts.family.router_bias
+
+        def wrapper(inner: Callable[..., Any], hidden: Tensor) -> Any:
+            nonlocal kept, picks
+            output = inner(hidden)
+            offset = None if bias is None else router.get_parameter(bias).float()
+            logits = linear(hidden.flatten(0, -2).float(), router.get_parameter("weight").float(), offset)
+            ours = select(logits, hidden.dtype).expert_ids
+            same = (output[2][..., :, None] == ours[..., None, :]).any(-1)[_valid(inputs).flatten()]
+            kept, picks = kept + int(same.sum()), picks + same.numel()
+            return output
+
+        return wrapper
+
+    with ExitStack() as stack:
+        for index in parts.moe_layers:
+            router = parts.moe_layer(index).router
+            assert router is not None
+            stack.callback(wrap_forward(router, watch(router), Rank.RECORD))
+        _logits(model, inputs)
+    return kept / picks
 
 
 def expert_sum_against_block(

@@ -9,7 +9,7 @@ import pytest
 from aarlib import identities
 from aarlib.aar.attach import attach_aar
 from aarlib.aar.config import RouterSFTConfig
-from aarlib.identities.doctor import examine
+from aarlib.identities.doctor import IDENTITIES, examine
 from aarlib.moe.anatomy import anatomy
 from tests.tiny import tiny_inputs
 
@@ -29,7 +29,7 @@ def names():
 
 def test_the_page_finds_the_layers_and_proves_the_row(names):
     assert names["parts"].moe_layers == names["parts"].aar_layers == (1, 2)
-    assert len(names["findings"]) == 10 and all(finding.passed for finding in names["findings"])
+    assert len(names["findings"]) == len(IDENTITIES) and all(finding.passed for finding in names["findings"])
     assert names["rec"].windows[2].shape == (1, 37, 20)
 
 
