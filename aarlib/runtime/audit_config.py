@@ -18,6 +18,8 @@ class ActorsConfig(Config):
     """Ray address; None starts a local Ray, or joins the one that `ray job submit` provides."""
     storage: str = "runs"
     """Folder under which the run directory is made."""
+    mirror: str | None = None
+    """URI (s3://, gs://) under which a copy of the run directory is kept, and read where the folder is missing."""
 
 
 class AuditRunConfig(Config):

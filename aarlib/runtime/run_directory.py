@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from aarlib.config import read_json_object, write_text_atomically
+from aarlib.runtime.mirror import STAMP, kept_up
 from aarlib.training.config import Run, RunConfig
 
 LOCK, WRITER_LOCK = ".lock", ".writer.lock"
@@ -20,6 +21,9 @@ MAY_DIFFER = ("ray", "tracking", "evaluate")
 class HasStorage(Protocol):
     @property
     def storage(self) -> str: ...
+
+    @property
+    def mirror(self) -> str | None: ...
 
 
 class Claimant(Protocol):
@@ -43,7 +47,7 @@ def run_directory(config: Claimant) -> Path:
     if "://" in config.ray.storage:
         raise ValueError(
             f"ray.storage = {config.ray.storage!r}: run directories are written to a local or shared folder; "
-            "mount the bucket, or use a folder and copy it"
+            "give the URI as ray.mirror, which keeps a copy there and starts from it where the folder is missing"
         )
     return Path(config.ray.storage).expanduser().resolve() / config.name
 
@@ -59,7 +63,7 @@ def check_claim(config: Claimant) -> None:
                 f"name = {config.name!r}: the run directory {folder} exists with another config ({'; '.join(differences)}); "
                 "choose another name, or remove the directory"
             )
-    elif folder.exists() and any(path.name != LOCK for path in folder.iterdir()):
+    elif folder.exists() and any(path.name not in (LOCK, STAMP) for path in folder.iterdir()):
         raise ValueError(f"name = {config.name!r}: {folder} exists and is no run directory; choose another name")
 
 
@@ -88,7 +92,8 @@ def held(config: Claimant) -> Iterator[Path]:
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}")
         lock.flush()
-        yield folder
+        with kept_up(config.ray.mirror, folder):
+            yield folder
 
 
 @contextmanager
