@@ -120,7 +120,8 @@ def record(
         raise ValueError("nothing to record; ask for windows, sink, router_logits, dispatch or expert_outputs")
     with ExitStack() as stack:
         stack.callback(wrap_forward(parts.decoder, _beginning(result), Rank.RECORD))
-        for layer in _chosen(parts, layers, of_router, windows, sink):
+        chosen = _chosen(parts, layers, of_router, windows, sink)
+        for layer in chosen:
             if of_router and layer.router is not None:
                 wrapper = _router_recorder(result, layer.index, router_logits, dispatch)
                 stack.callback(wrap_forward(layer.router, wrapper, Rank.RECORD))
@@ -130,8 +131,18 @@ def record(
             if of_attention and layer.attention is not None:
                 request = _attention_recorder(result, layer.index, windows, sink)
                 stack.callback(capture_attention(layer.attention, request))
+        with_router = {layer.index for layer in chosen if layer.router is not None}
+        with_weights = {layer.index for layer in chosen if layer.attention is not None}
+        with_window = {layer.index for layer in chosen if layer.attention and attached_window(layer.attention)}
+        expected = {
+            "router_logits": with_router if router_logits else set(),
+            "dispatch": with_router if dispatch else set(),
+            "expert_outputs": with_router if expert_outputs else set(),
+            "windows": set() if windows is None else with_window if windows is True else with_weights,
+            "sink": with_weights if sink else set(),
+        }
         yield result
-        _check_reached(result, parts, layers, router_logits, windows is not None)
+        _check_reached(result, expected)
 
 
 def _chosen(
@@ -197,18 +208,12 @@ def _attention_recorder(result: Record, layer: int, windows: int | bool | None, 
     )
 
 
-def _check_reached(
-    result: Record, parts: Anatomy, layers: Sequence[int] | None, router_logits: bool, windows: bool
-) -> None:
+def _check_reached(result: Record, expected: Mapping[str, set[int]]) -> None:
     if result.num_forwards == 0:
         raise RuntimeError("no forward of the model ran inside record(); run the model that was passed to it")
-    expected = set(parts.moe_layers if layers is None else layers)
-    if router_logits and set(result.router_logits) != expected:
-        missing = sorted(expected - set(result.router_logits))
-        raise RuntimeError(f"router_logits of layers {missing} were not reached by the last forward")
-    if windows and layers is not None and set(result.windows) != set(layers):
-        missing = sorted(set(layers) - set(result.windows))
-        raise RuntimeError(f"windows of layers {missing} were not reached by the last forward")
+    for name, layers in expected.items():
+        if missing := sorted(layers - set(getattr(result, name))):
+            raise RuntimeError(f"{name} of layers {missing} were not reached by the last forward")
 
 
 Intervention = Callable[[RouterOutput, Float[Tensor, "T D"]], RouterOutput]

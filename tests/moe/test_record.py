@@ -142,6 +142,30 @@ def test_a_record_without_a_forward_is_an_error():
         pass
 
 
+@pytest.mark.parametrize("what", ["router_logits", "dispatch", "expert_outputs", "windows", "sink"])
+def test_a_layer_that_the_forward_bypasses_is_an_error(what):
+    """The block or the attention of layer 1 hands its input on."""
+    model = tiny_model("olmoe")
+    layer = model.model.layers[1]
+    asked = {what: 4 if what == "windows" else True}
+    bypassed = layer.self_attn if what in ("windows", "sink") else layer.mlp
+
+    def skip(hidden=None, **kwargs):
+        hidden = kwargs.get("hidden_states", hidden)
+        return (hidden, None) if bypassed is layer.self_attn else hidden
+
+    bypassed.forward = skip
+    for layers in (None, [1, 2]):
+        with (
+            pytest.raises(RuntimeError, match=rf"{what} of layers \[1\] were not reached by the last forward"),
+            torch.no_grad(),
+            record(model, layers, **asked),
+        ):
+            model(**tiny_inputs(model))
+    with torch.no_grad(), record(model, [0, 2], **asked):
+        model(**tiny_inputs(model))
+
+
 @families
 def test_an_intervention_changes_the_dispatch_and_goes(family):
     model = tiny_model(family)
