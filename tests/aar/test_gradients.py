@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import pytest
 import torch
@@ -13,9 +13,10 @@ from aarlib import identities
 from aarlib.aar.attach import RoutingHandle, attach_aar
 from aarlib.aar.config import AARConfig
 from aarlib.moe.anatomy import anatomy
+from aarlib.moe.loading import ExpertsImplementation
 from tests.aar.reference import Reference
 from tests.aar.test_exact import MODELS, TOLERANCE, WINDOW, document, padded
-from tests.tiny import tiny_inputs, tiny_model
+from tests.tiny import FAMILIES, tiny_inputs, tiny_model
 
 DOCUMENTS = tuple(document(seed, length) for seed, length in ((60, 13), (61, 9)))
 """On which stock models differ between padded and alone by no more than float32 rounding (1e-6), linear attention too."""
@@ -116,6 +117,25 @@ def test_gradients_of_routers_and_hidden_states(name: str, side: str, checkpoint
     assert len(hidden) == len(expected.hidden) == len(model.get_decoder().layers)
     for layer, (found, wanted) in enumerate(zip(hidden, expected.hidden, strict=True)):
         assert identities.error(found, wanted) < TOLERANCE, f"input of layer {layer}"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_router_gradients_do_not_depend_on_how_the_experts_are_computed(name: str) -> None:
+    model = tiny_model(name)
+    handle = identities.default_attach(model, window=WINDOW)
+    found: dict[str, dict[str, Tensor]] = {}
+    for implementation in get_args(ExpertsImplementation):
+        model.set_experts_implementation(implementation)
+        assert model.config._experts_implementation == implementation
+        backward_of(model, DOCUMENTS, "left")
+        found[implementation] = {key: gradient.clone() for key, gradient in gradients_of(handle).items()}
+        for _, parameter in handle.trainable():
+            parameter.grad = None
+    assert set(found) == {"eager", "grouped_mm", "batched_mm"}
+    for gradients in found.values():
+        for key, expected in found["eager"].items():
+            assert expected.abs().max() > 1e-4, f"{key}: nothing to compare"
+            assert identities.error(gradients[key], expected) < 1e-4, key
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
