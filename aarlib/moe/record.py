@@ -131,16 +131,11 @@ def record(
             if of_attention and layer.attention is not None:
                 request = _attention_recorder(result, layer.index, windows, sink)
                 stack.callback(capture_attention(layer.attention, request))
-        with_router = {layer.index for layer in chosen if layer.router is not None}
-        with_weights = {layer.index for layer in chosen if layer.attention is not None}
-        with_window = {layer.index for layer in chosen if layer.attention and attached_window(layer.attention)}
-        expected = {
-            "router_logits": with_router if router_logits else set(),
-            "dispatch": with_router if dispatch else set(),
-            "expert_outputs": with_router if expert_outputs else set(),
-            "windows": set() if windows is None else with_window if windows is True else with_weights,
-            "sink": with_weights if sink else set(),
-        }
+        asked = {
+            "router_logits": router_logits, "dispatch": dispatch, "expert_outputs": expert_outputs,
+            "windows": windows is not None, "sink": sink,
+        }  # fmt: skip
+        expected = _expected(chosen, [name for name, wanted in asked.items() if wanted], windows is True)
         yield result
         _check_reached(result, expected)
 
@@ -206,6 +201,15 @@ def _attention_recorder(result: Record, layer: int, windows: int | bool | None, 
     return CaptureRequest(
         size, window_grad=windows is not None, sink_index=result._sink_index if sink else None, deliver=deliver
     )
+
+
+def _expected(chosen: Sequence[LayerAnatomy], asked: Sequence[str], attached_only: bool) -> dict[str, set[int]]:
+    """The layers at which a forward leaves each field that was asked for."""
+    with_router = {layer.index for layer in chosen if layer.router is not None}
+    with_weights = {layer.index for layer in chosen if layer.attention is not None}
+    with_window = {layer.index for layer in chosen if layer.attention and attached_window(layer.attention)}
+    of_attention = {"windows": with_window if attached_only else with_weights, "sink": with_weights}
+    return {name: of_attention.get(name, with_router) for name in asked}
 
 
 def _check_reached(result: Record, expected: Mapping[str, set[int]]) -> None:
