@@ -1,8 +1,8 @@
 """Evaluate trained aggregation heads against every control on exactly paired windows, and print FDAA's tables.
 
 Takes the adapters of finished `train` runs of the same storage folder. One unit per (run, domain, split), spread over
-ray.num_actors; run again, it repeats nothing. Writes records.parquet and tables.json into the run directory and logs to MLflow;
-`--page` also puts the tables, with those of the finished studies named by `--beside`, into a page.
+ray.num_actors; run again, it repeats nothing. Writes records.parquet and tables.json into the run directory and logs the summary
+numbers to MLflow; `--page` also puts the tables, with those of the finished studies named by `--beside`, into a page.
 """
 
 import json
@@ -41,14 +41,15 @@ def describe(config: FDAAStudyConfig) -> str:
 def run(config: FDAAStudyConfig, flags: Flags) -> None:
     from aarlib.runtime.fdaa_study import describe_training, study
     from aarlib.runtime.run_directory import run_directory
-    from aarlib.studies.fdaa import merged, results
+    from aarlib.studies.fdaa import merged, metrics_of, results
     from aarlib.studies.fdaa_page import filled, paper, tables
 
     others = [read_json_object(run_directory(config.updated({"name": name})) / "tables.json") for name in flags.beside]
-    with tracked_run(config) as (folder, _):
+    with tracked_run(config) as (folder, logger):
         records = study(config, folder)
         found = results(records) | {"runs": [describe_training(config, name) for name in config.fdaa.runs]}
         write_text_atomically(folder / "tables.json", json.dumps(found, indent=1))
+        logger.log(metrics_of(found), step=0)
     print("\n\n".join(tables(found).values()))
     if flags.page is not None:
         shown = merged([found, *others])

@@ -143,6 +143,17 @@ def results(records: pd.DataFrame) -> dict[str, list[dict[str, object]]]:
     return {name: _rows(frame) for name, frame in found.items()}
 
 
+def metrics_of(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, float]:
+    """MLflow metrics: of every (run, domain, layers) native CE, and the head against native, permuted and strongest control."""
+    names = [f"vs_{other}/{part}" for other in ("native", "permuted", "strongest") for part in ("mean", "low", "high")]
+    return {
+        f"fdaa/{row['run']}/{row['domain']}/layers_{row['layers']}/{name}": float(row[name])
+        for row in found["domains"]
+        for name in ("native_ce", *names)
+        if row[name] is not None
+    }
+
+
 def merged(studies: Sequence[Mapping[str, Sequence[Mapping[str, Any]]]]) -> dict[str, list[dict[str, Any]]]:
     """Results of several studies as one, the beginning that all names of runs share left out."""
     joined = {key: [row for study in studies for row in study.get(key, ())] for key in studies[0]}
