@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import ray
@@ -54,13 +55,26 @@ def needed(config: RayConfig) -> dict[str, float]:
 
 def check_resources(config: RayConfig) -> None:
     """A ValueError where the cluster is too small for the worker group, which would otherwise wait for ever."""
-    available = ray.cluster_resources()
+    check_fits(config, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+
+
+def check_fits(config: RayConfig, nodes: Sequence[Mapping[str, float]]) -> None:
+    """The same for nodes with these resources: the group must fit into all of them, one worker into a single one."""
     for name, amount in needed(config).items():
-        if amount > available.get(name, 0):
+        total = sum(node.get(name, 0) for node in nodes)
+        if amount > total:
             raise ValueError(
-                f"ray.num_workers = {config.num_workers} needs {amount:g} {name}, the cluster has {available.get(name, 0):g}; "
+                f"ray.num_workers = {config.num_workers} needs {amount:g} {name}, the cluster has {total:g}; "
                 "lower ray.num_workers (or ray.cpus_per_worker), or use a larger cluster"
             )
+    worker = {"CPU": config.cpus_per_worker, **({"GPU": 1.0} if config.use_gpu else {})}
+    if not any(all(node.get(name, 0) >= amount for name, amount in worker.items()) for node in nodes):
+        wanted = " and ".join(f"{amount:g} {name}" for name, amount in worker.items())
+        found = ", ".join(" and ".join(f"{node.get(name, 0):g} {name}" for name in worker) for node in nodes)
+        raise ValueError(
+            f"ray.cpus_per_worker = {config.cpus_per_worker:g}: no node has {wanted} for one worker (nodes: {found}); "
+            "lower it, or use larger nodes"
+        )
 
 
 def concurrent_groups(config: RayConfig) -> int:

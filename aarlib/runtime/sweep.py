@@ -25,7 +25,7 @@ from aarlib.runtime.cluster import check_resources, concurrent_groups, connect
 from aarlib.runtime.plan import plan
 from aarlib.runtime.run_directory import check_claim, claim, held, run_directory
 from aarlib.runtime.tracking import Tracking
-from aarlib.runtime.trainer import Prepared, check, prepare, train_on
+from aarlib.runtime.trainer import Prepared, check, prepare, record_data, train_on
 from aarlib.training.config import RunConfig
 
 logger = logging.getLogger("aarlib")
@@ -113,8 +113,10 @@ def sweep(config: RunConfig, study: Study, name: str) -> SweepResult:
     with held(base) as folder:
         claim(base)
         write_text_atomically(folder / STUDY, json.dumps(study.record(), indent=2))
-        tracked = tracking.start(base, folder, with_children=False)
         shared = prepare(base) if all(map(_leaves_rows_alone, study.space)) else None
+        if shared is not None:
+            record_data(folder, shared.corpus)
+        tracked = tracking.start(base, folder, with_children=False)
         status, problems = tracking.FAILED, list(tracked.problems)
         try:
             grid = _tuner(base, study, folder, tracked, shared).fit()
@@ -207,11 +209,13 @@ def run_trial(
     parent = RunConfig.from_mapping(base)
     config = trial_config(parent, study, params, f"{parent.name}/trials/{number}")
     connect(config.ray)
+    check_resources(config.ray)
     planned = check(config)
     trial_folder = claim(config)
     actor: Any = ray.remote(num_cpus=0)(Preparer)
     preparer: Any = actor.options(scheduling_strategy=NO_GROUP).remote() if shared is None else None
     prepared: Any = shared or ray.get(preparer.prepare.remote(config.model_dump(mode="json")))
+    record_data(trial_folder, prepared.corpus)
     nested = tracking.start_trial(config, trial_folder, tracked)
     train_on(config, prepared, trial_folder, planned, nested, callbacks=[TuneReportCallback()])
     tune.report(_score(trial_folder))
@@ -279,11 +283,16 @@ def _tuner(base: RunConfig, study: Study, folder: Path, tracked: Tracking, share
             search_alg=study.search() if study.search else None,
             max_concurrent_trials=concurrent_groups(base.ray),
             time_budget_s=study.time_budget_s,
-            trial_name_creator=lambda trial: f"trial_{trial.trial_id}",
-            trial_dirname_creator=lambda trial: f"trial_{trial.trial_id}",
+            trial_name_creator=trial_name,
+            trial_dirname_creator=trial_name,
         ),
         run_config=tune.RunConfig(name=TUNE_FOLDER, storage_path=str(folder), verbose=0, callbacks=[Announce()]),
     )
+
+
+def trial_name(trial: Any) -> str:
+    """Of a trial and its folder, without its parameters: Tune's own names would hold 48 layers."""
+    return f"trial_{trial.trial_id}"
 
 
 class Announce(tune.Callback):

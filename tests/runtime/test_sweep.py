@@ -10,17 +10,18 @@ import pytest
 
 from tests.runtime.conversations import run_config, save_model, write_conversations
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long]
 pytest.importorskip("ray")
 
 from ray import tune  # noqa: E402
+from ray.train._internal.storage import StorageContext  # noqa: E402
+from ray.tune.experiment import Trial  # noqa: E402
 from ray.tune.search.optuna import OptunaSearch  # noqa: E402
 
 from aarlib.report.figures import DARK  # noqa: E402
 from aarlib.report.records import Sweep  # noqa: E402
 from aarlib.report.sweep_figures import sweep_overview  # noqa: E402
 from aarlib.runtime import tracking  # noqa: E402
-from aarlib.runtime.sweep import Study, asha, check_sweep, sweep  # noqa: E402
+from aarlib.runtime.sweep import Study, asha, check_sweep, sweep, trial_name  # noqa: E402
 from aarlib.training.config import RunConfig  # noqa: E402
 
 
@@ -47,6 +48,9 @@ def children(result: Any) -> dict[str, list[str]]:
     return {run.info.run_name: run.info.status for run in runs}
 
 
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.long
 def test_bad_and_crashed_trials_and_a_restored_sweep(bench: Bench) -> None:
     study = Study(
         space={"method.aar.window": tune.grid_search([2, 8, 400])},
@@ -60,6 +64,7 @@ def test_bad_and_crashed_trials_and_a_restored_sweep(bench: Bench) -> None:
         check_sweep(bench.config("other"), study, "window").updated({"name": "swept-window"}).to_json()
     )
     first = sweep(base, study, "window")
+    assert json.loads((first.folder / "data.json").read_text())["digest"]
     table = first.sweep.trials.set_index("trial")
     assert table["status"].to_dict() == {"00000": "finished", "00001": "failed", "00002": "failed"}
     assert "is no run directory" in table.loc["00001", "problem"]
@@ -77,13 +82,24 @@ def test_bad_and_crashed_trials_and_a_restored_sweep(bench: Bench) -> None:
     assert children(second) == {"00001/aar-seed0": "FINISHED"}
     assert json.loads((trials / "00001" / "config.json").read_text())["method"]["aar"]["window"] == 8
     assert (second.folder / "sweep.svg").read_text().count("<svg") == 1
-    assert max(len(path.name) for path in (second.folder / "ray_tune").iterdir()) < 80
+    names = [path.name for path in (second.folder / "ray_tune").iterdir() if path.is_dir()]
+    assert len(names) >= 3 and all(name.startswith("trial_") and "=" not in name for name in names)
+    assert max(map(len, names)) < 80
+
+    rows = bench.data.read_text()
+    bench.data.write_text(rows.replace("boats", "goats", 1))
+    with pytest.raises(ValueError, match="the rows are not those this run was begun on"):
+        sweep(base, study, "window")
+    bench.data.write_text(rows)
 
     edited = Study(space={"method.aar.window": tune.grid_search([2, 8])}, fixed=study.fixed)
     with pytest.raises(ValueError, match=r"holds a sweep of the study as it was before \(space differ\)"):
         sweep(base, edited, "window")
 
 
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.long
 def test_optuna_proposes_and_asha_stops_the_worse_trial_on_what_workers_report(bench: Bench) -> None:
     """One trial at a time: the second learns nothing and is stopped at the first rung."""
     points = [{"optim.learning_rate": 1e-2}, {"optim.learning_rate": 1e-12}]
@@ -107,12 +123,35 @@ def test_optuna_proposes_and_asha_stops_the_worse_trial_on_what_workers_report(b
     assert sorted(children(result).values()) == ["FINISHED", "KILLED"]
 
 
-def test_a_study_of_the_data_prepares_rows_for_each_trial(bench: Bench) -> None:
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_study_of_the_data_prepares_rows_for_each_trial_and_a_trial_too_large_fails_at_once(bench: Bench) -> None:
     study = Study(
-        space={"data.sequence_length": tune.grid_search([40])}, fixed={"ray.num_workers": 1, "optim.max_steps": 2}
+        space={"data.sequence_length": tune.grid_search([40]), "ray.num_workers": tune.grid_search([1, 64])},
+        fixed={"optim.max_steps": 2, "optim.global_batch": 64},
     )
-    trials = sweep(bench.config("cut"), study, "length").sweep.trials
-    assert trials["status"].tolist() == ["finished"] and trials["data.sequence_length"].tolist() == [40]
+    result = sweep(bench.config("cut"), study, "length")
+    trials = result.sweep.trials
+    assert trials["status"].tolist() == ["finished", "failed"] and trials["data.sequence_length"].tolist() == [40, 40]
+    assert "ray.num_workers = 64 needs 64 CPU, the cluster has 8" in trials["problem"].tolist()[1]
+    assert json.loads((result.folder / "trials" / "00000" / "data.json").read_text())["digest"]
+    assert not (result.folder / "trials" / "00001").exists()
+
+
+def test_a_trial_of_48_layers_has_a_short_name_without_its_parameters(tmp_path: Path) -> None:
+    layers = tuple(range(48))
+    trial = Trial(
+        "run_trial",
+        stub=True,
+        trial_id="0a1b2_00003",
+        config={"method.aar.layers": layers},
+        evaluated_params={"method.aar.layers": layers},
+        trial_name_creator=trial_name,
+        trial_dirname_creator=trial_name,
+        storage=StorageContext(str(tmp_path), "ray_tune"),
+    )
+    assert str(trial) == Path(trial.path or "").name == "trial_0a1b2_00003"
 
 
 def test_the_figure_shows_numbers_layers_and_stopped_trials() -> None:
