@@ -238,6 +238,37 @@ def test_a_workers_value_error_ends_the_training_at_once(bench: Bench, two_worke
     assert len((folder / "starts.jsonl").read_text().splitlines()) == 1
 
 
+def rank_1_fails_at_step_2(job: dict[str, Any]) -> None:
+    import torch.distributed as dist
+
+    from aarlib.runtime import training_run
+    from aarlib.runtime.worker import train_worker
+
+    train_step = training_run.train_step
+
+    def fails(*arguments: Any) -> Any:
+        if arguments[3] == 2 and dist.get_rank() == 1:
+            raise ValueError("rank 1 alone met bad input")
+        return train_step(*arguments)
+
+    training_run.train_step = fails
+    train_worker(job)
+
+
+def test_a_value_error_of_one_worker_in_the_middle_ends_the_training_at_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other waits for it in a collective."""
+    monkeypatch.setattr("aarlib.runtime.trainer.train_worker", rank_1_fails_at_step_2)
+    started = time.monotonic()
+    with pytest.raises(ValueError, match="^rank 1 alone met bad input$"):
+        bench.train("one_fails")
+    folder = bench.storage / "one_fails"
+    assert len((folder / "starts.jsonl").read_text().splitlines()) == 1
+    assert len((folder / RUN / "rows.jsonl").read_text().splitlines()) == 2
+    assert time.monotonic() - started < 600, "it waited for a collective's time-out"
+
+
 def test_three_workers_and_packed_rows_are_two_workers(bench: Bench, two_workers: TrainingResult) -> None:
     """4 rows of at most 48 tokens a step do not divide by 3, and pack into fewer."""
     packed = bench.train("packed", **{"ray.num_workers": 3, "data.packing": True})
