@@ -120,8 +120,13 @@ def layer_table(records: pd.DataFrame) -> pd.DataFrame:
                 | _named("vs_native", compare(test, "fdaa", "native"))
                 | _named("vs_strongest", compare(test, "fdaa", strongest))
                 | _named("vs_permuted", compare(test, "fdaa", "permuted"))
+                | (_named("vs_static", compare(test, "fdaa", "static")) if _has(test, "static") else {})
             )
     return pd.DataFrame(rows)
+
+
+def _has(ce: pd.DataFrame, arm: str) -> bool:
+    return arm in ce.columns.get_level_values("arm")
 
 
 def _named(prefix: str, compared: Compared) -> dict[str, object]:

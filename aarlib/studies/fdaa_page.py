@@ -21,7 +21,8 @@ def tables(results: Mapping[str, Rows]) -> dict[str, str]:
 
 
 def domains(rows: Rows) -> str:
-    """Trained on, tested on: the head against native and the controls."""
+    """Trained on, tested on: a head of one layer against native and the controls."""
+    several = _of_several_layers(rows)
     head = ["trained in", "tested on", "native CE", "against native", "by seed", "wins", "against static", "against permuted",
             "against strongest fixed (chosen on development)"]  # fmt: skip
     body = [
@@ -32,7 +33,7 @@ def domains(rows: Rows) -> str:
             f"{interval(row, 'vs_strongest')} ({row['strongest_fixed']})",
         ]
         for row in rows
-        if row["layers"] != "all" and row.get("vs_static/mean") is not None
+        if row["run"] not in several and row.get("vs_static/mean") is not None
     ]  # fmt: skip
     return _table(head, body)
 
@@ -50,13 +51,17 @@ def masks(rows: Rows) -> str:
         "temperature_0.5",
         "temperature_2.0",
     )
+    several = _of_several_layers(rows)
     groups: dict[tuple[str, str, str], dict[str, str]] = {}
     for row in rows:
         groups.setdefault((row["run"], row["domain"], row["layers"]), {})[row["arm"]] = interval(row, "vs_native")
     with_static = {key: arms for key, arms in groups.items() if "static" in arms}
     return _table(
         ["trained in", "tested on", *order],
-        [[*key[:2], *(arms[name] for name in order)] for key, arms in with_static.items()],
+        [
+            [f"{run}, layers {place}" if run in several else run, domain, *(arms[name] for name in order)]
+            for (run, domain, place), arms in with_static.items()
+        ],
     )
 
 
@@ -68,17 +73,23 @@ def layers(rows: Rows) -> str:
         "layers",
         "against native",
         "by seed",
+        "against static",
         "against permuted",
         "against strongest fixed",
     ]
     body = [
         [
             row["run"], row["domain"], row["layers"], interval(row, "vs_native"), seeds(row, "vs_native"),
-            interval(row, "vs_permuted"), f"{interval(row, 'vs_strongest')} ({row['strongest_fixed']})",
+            interval(row, "vs_static") if row.get("vs_static/mean") is not None else "", interval(row, "vs_permuted"),
+            f"{interval(row, 'vs_strongest')} ({row['strongest_fixed']})",
         ]
         for row in rows
     ]  # fmt: skip
     return _table(head, body)
+
+
+def _of_several_layers(rows: Rows) -> set[str]:
+    return {row["run"] for row in rows if row["layers"] == "all"}
 
 
 def paper() -> str:
