@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from aarlib.aar.measure import picks_changed
 from aarlib.fdaa.attach import AggregationHandle, attach_fdaa
 from aarlib.fdaa.config import FDAAConfig
 from aarlib.identities.routing import Bite, Inputs, Measure, error
@@ -59,7 +60,7 @@ def head_bite(model: Any, handle: AggregationHandle, inputs: Inputs) -> Bite:
         expected = _logits(model, inputs)
     handle.enabled = True
     last = handle.layers[-1]
-    changed = _share_changed(patched.dispatch[last].expert_ids, stock.dispatch[last].expert_ids)
+    changed = picks_changed(patched.dispatch[last].expert_ids, stock.dispatch[last].expert_ids)
     return Bite(changed, float((moved - expected).abs().max()))
 
 
@@ -78,7 +79,7 @@ def fixed_dispatch(model: Any, handle: AggregationHandle, inputs: Inputs) -> Fix
         after = rec.dispatch[index].weights.flatten(0, 1).float()
         masses.append(error(after.sum(-1), before.float().sum(-1)))
         moves.append(float((after - before.float()).abs().max()))
-        changed.append(_share_changed(rec.dispatch[index].expert_ids.flatten(0, 1), ids))
+        changed.append(picks_changed(rec.dispatch[index].expert_ids.flatten(0, 1), ids))
     return FixedDispatch(max(masses), max(changed), max(moves))
 
 
@@ -106,11 +107,6 @@ def _keep_output(kept: dict[int, RouterOutput], index: int) -> Callable[..., Any
         return kept[index]
 
     return wrapper
-
-
-def _share_changed(found: torch.Tensor, expected: torch.Tensor) -> float:
-    kept = (found[..., :, None] == expected[..., None, :]).any(-1)
-    return float(1 - kept.float().mean())
 
 
 def _logits(model: Any, inputs: Inputs) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy, linear, pad
 
 from aarlib.aar.attach import RoutingHandle
 from aarlib.aar.config import AARConfig, RouterSFTConfig
+from aarlib.aar.measure import picks_kept, routing_change
 from aarlib.moe.anatomy import anatomy
 from aarlib.moe.attention import CaptureRequest
 from aarlib.moe.dispatch import Selector
@@ -75,12 +76,8 @@ def bite(model: Any, handle: RoutingHandle, inputs: Inputs) -> Bite:
     with record(model, layers, dispatch=True, family=handle.anatomy.family) as stock:
         expected = _logits(model, inputs)
     handle.enabled = True
-    changed = []
-    for layer in layers:
-        ours, theirs = patched.dispatch[layer].expert_ids, stock.dispatch[layer].expert_ids
-        kept = (ours[..., :, None] == theirs[..., None, :]).any(-1)[_valid(inputs)]
-        changed.append(1 - kept.float().mean())
-    return Bite(float(torch.stack(changed).mean()), float((moved - expected)[_valid(inputs)].abs().max()))
+    changed = routing_change(patched.dispatch, stock.dispatch, _valid(inputs))
+    return Bite(sum(changed.values()) / len(changed), float((moved - expected)[_valid(inputs)].abs().max()))
 
 
 def disabled_is_stock(model: Any, attach: Callable[[Any], RoutingHandle], inputs: Inputs) -> float:
@@ -210,7 +207,7 @@ def picks_agree(model: Any, inputs: Inputs, family: Family | None = None) -> flo
             offset = None if bias is None else router.get_parameter(bias).float()
             logits = linear(hidden.flatten(0, -2).float(), router.get_parameter("weight").float(), offset)
             ours = select(logits, hidden.dtype).expert_ids
-            same = (output[2][..., :, None] == ours[..., None, :]).any(-1)[_valid(inputs).flatten()]
+            same = picks_kept(output[2], ours)[_valid(inputs).flatten()]
             kept, picks = kept + int(same.sum()), picks + same.numel()
             return output
 
