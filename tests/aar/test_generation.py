@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import StoppingCriteria
 
 from aarlib import identities
+from tests.aar.test_gradients import checkpoint_activations
 from tests.tiny import FAMILIES, tiny_inputs, tiny_model
 
 NEW = 6
@@ -78,20 +79,31 @@ class CountTensors(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
+@pytest.mark.parametrize("with_head", [False, True])
 @pytest.mark.parametrize("family", ["olmoe", "gpt_oss", "qwen3_5_moe"])
-def test_live_tensors_are_constant_over_50_generated_tokens(family: str) -> None:
+def test_live_tensors_are_constant_over_50_generated_tokens(family: str, with_head: bool) -> None:
     attached, counter = Attached(family), CountTensors()
+    if with_head:
+        identities.attach_random_head(attached.model)
     attached.generate(max_new_tokens=53, stopping_criteria=[counter])
     assert len(counter.counts) == 3
     assert len(set(counter.counts)) == 1, counter.counts
 
 
-def test_live_tensors_are_constant_over_50_training_steps() -> None:
+@pytest.mark.parametrize(("checkpointing", "with_head"), [(False, False), (True, False), (False, True), (True, True)])
+def test_live_tensors_are_constant_over_50_training_steps(checkpointing: bool, with_head: bool) -> None:
     attached, counts = Attached("olmoe"), []
+    trainable = attached.handle.trainable()
+    if with_head:
+        trainable += identities.attach_random_head(attached.model).trainable()
+    if checkpointing:
+        checkpoint_activations(attached.model)
+        attached.model.enable_input_require_grads()
     ids = attached.inputs["input_ids"]
     for step in range(50):
         attached.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        for _, parameter in attached.handle.trainable():
+        for name, parameter in trainable:
+            assert parameter.grad is not None, name
             parameter.grad = None
         if step in (5, 25, 49):
             counts.append(live_tensors())
