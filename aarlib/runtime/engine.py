@@ -45,7 +45,8 @@ class StepStats(NamedTuple):
 class Trainee(nn.Module):
     """The frozen model and the trained routers as one module, so that ZeRO-3 and hooks see every parameter.
 
-    `model` and `trained` share no parameter: the routers stand around the model's own, which keep their weights.
+    `model` and `trained` share no parameter: the routers stand around the model's own, which keep their weights. Everything
+    is in eval mode (no dropout, no router jitter), but for what `checkpoint_activations` sets.
     """
 
     def __init__(self, model: nn.Module, handle: Any, method: Any) -> None:
@@ -53,6 +54,8 @@ class Trainee(nn.Module):
         self.model = model
         self.trained = handle.module
         self.method = method
+        self.training = False
+        self.trained.eval()
 
     def forward(self, batch: dict[str, Tensor], step: int | None = None) -> dict[str, Tensor]:
         """Sums of the method's loss terms; with step = None, `ce_sum_B` and `num_targets_B` of each row."""
@@ -109,7 +112,7 @@ def make_engine(trainee: Trainee, setup: Setup) -> Any:
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         skip_shared_memory_build()
     if setup.zero_stage == 3:
-        _fetch_experts_whole(trainee.model)
+        fetch_experts_whole(trainee.model)
     parameters = [parameter for parameter in trainee.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
         parameters,
@@ -122,7 +125,16 @@ def make_engine(trainee: Trainee, setup: Setup) -> Any:
     return engine
 
 
-def _fetch_experts_whole(model: nn.Module) -> None:
+def check_device(engine: Any, device: torch.device) -> None:
+    """A ValueError where DeepSpeed works on another device than the one the model was put on."""
+    if engine.device != device:
+        raise ValueError(
+            f"ray.use_gpu: DeepSpeed works on {engine.device}, the model is on {device}; unset DS_ACCELERATOR and LOCAL_RANK "
+            "in the workers' environment"
+        )
+
+
+def fetch_experts_whole(model: nn.Module) -> None:
     """ZeRO-3 fetches an experts module at once: which experts run, and so which of its parts, differs between workers."""
     from deepspeed.utils import set_z3_leaf_module
 

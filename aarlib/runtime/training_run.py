@@ -17,7 +17,7 @@ from aarlib.moe.anatomy import anatomy
 from aarlib.runtime import checkpoints, held_out
 from aarlib.runtime.batches import GlobalBatch
 from aarlib.runtime.checkpoints import TrainingState, capture, restore_optimizer, restore_parameters
-from aarlib.runtime.engine import Setup, StepStats, Trainee, make_engine, train_step
+from aarlib.runtime.engine import Setup, StepStats, Trainee, check_device, make_engine, train_step
 from aarlib.runtime.population import Pending, enable_only, shared_prefix, with_own_rate
 from aarlib.runtime.routing import RoutingCounts, counting, routing_metrics
 from aarlib.runtime.run_directory import append_line, cut_history
@@ -89,6 +89,7 @@ def _activate(session: Session, run: Run, method: Any, handle: Any, state: Train
     setup = with_own_rate(session.setup(), run.method)
     trainee = Trainee(session.model, handle, method)
     engine = make_engine(trainee, setup)
+    check_device(engine, session.device)
     active = Active(session, run, folder, setup, handle, trainee, engine, RunLogger(session.tracking, run.name))
     if state is not None:
         restore_optimizer(engine, handle.trainable(), state, setup.zero_stage, lambda: _idle_step(active))

@@ -29,7 +29,9 @@ from aarlib.runtime.checkpoints import (
 from aarlib.runtime.engine import (
     Setup,
     Trainee,
+    check_device,
     checkpoint_activations,
+    fetch_experts_whole,
     learning_rate,
     load_base,
     make_engine,
@@ -41,7 +43,7 @@ from aarlib.training.adapter import fingerprint
 from aarlib.training.config import ModelConfig, OptimConfig
 from aarlib.training.methods import build_method
 from aarlib.training.objectives import next_token_ce
-from tests.tiny import tiny_model
+from tests.tiny import FAMILIES, tiny_model
 
 STEPS, BATCH, RESUME_AT = 6, 8, 3
 METHOD = AARConfig(layers=(1, 2), window=4)
@@ -139,6 +141,8 @@ def process(rank: int, world_size: int, port: int, folder: str) -> None:
         found[f"hash{stage}"] = (before, frozen_hash(model))
         found[f"flipped{stage}"] = _flipped(model)
         found[f"fingerprint{stage}"] = fingerprint(model, gathered)
+    for stage in (0, 3):
+        found[f"checkpointed{stage}"] = _checkpointed(stage)
     for stage in (0, 1, 2, 3):
         found[f"bfloat16/{stage}"] = _bfloat16(stage)
     found["partitioned"] = _partitioned(Path(folder))
@@ -154,6 +158,13 @@ def _shares(rows: list[Encoded]) -> list[list[Encoded]]:
 
 def _stage(model: Any, stage: int, folder: Path) -> dict[str, Any]:
     whole = Training(model, stage)
+    optimised = [parameter for group in whole.engine.optimizer.param_groups for parameter in group["params"]]
+    made = {
+        "in_training_mode": [name for name, module in whole.engine.module.named_modules() if module.training],
+        "only_trainable": stage > 0 or list(map(id, optimised)) == [id(parameter) for _, parameter in whole.named],
+        "on_meta": _device_error(whole.engine, "meta"),
+        "on_cpu": _device_error(whole.engine, "cpu"),
+    }
     norms = whole.steps(0, RESUME_AT)
     tensors = capture(whole.engine, whole.named, stage)
     if dist.get_rank() == 0:
@@ -170,7 +181,28 @@ def _stage(model: Any, stage: int, folder: Path) -> dict[str, Any]:
         errors[dist.get_rank()] = str(error)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, errors)
-    return {"values": values, "resumed": resumed.close(), "norms": norms, "errors": everyone}
+    return {"values": values, "resumed": resumed.close(), "norms": norms, "errors": everyone, "made": made}
+
+
+def _device_error(engine: Any, device: str) -> str | None:
+    try:
+        check_device(engine, torch.device(device))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _checkpointed(stage: int) -> dict[str, Any]:
+    """The whole training with recomputed activations, and how often a layer ran."""
+    model = tiny_model("olmoe")
+    checkpoint_activations(model)
+    training = Training(model, stage)
+    runs = [0]
+    hook = model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: runs.__setitem__(0, runs[0] + 1))
+    training.steps(0, STEPS)
+    hook.remove()
+    modes = [name for name, module in model.named_modules() if module.training]
+    return {"values": training.close(), "runs": runs[0], "in_training_mode": modes}
 
 
 def _bfloat16(stage: int) -> dict[str, Any]:
@@ -312,6 +344,34 @@ def test_float32_routers_on_a_bfloat16_base(found: dict[str, Any], stage: int) -
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert all(not torch.equal(first[name], result["start"][name]) for name in first)
     check_frozen(*result["hash"])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_engine_trains_what_is_trainable_in_eval_mode_on_the_models_device(
+    found: dict[str, Any], stage: int
+) -> None:
+    made = found[f"zero{stage}"]["made"]
+    assert made["in_training_mode"] == [] and made["only_trainable"] and made["on_cpu"] is None
+    assert made["on_meta"].startswith("ray.use_gpu: DeepSpeed works on cpu, the model is on meta")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_recomputed_activations_train_the_same(found: dict[str, Any], stage: int) -> None:
+    """Twice a layer for each of the steps' 2 micro-batches; only the decoder layers are in training mode."""
+    result = found[f"checkpointed{stage}"]
+    assert result["runs"] == 2 * 2 * STEPS
+    assert result["in_training_mode"] == [f"model.layers.{layer}" for layer in range(3)]
+    assert largest(result["values"], found[f"zero{stage}"]["values"]) < 1e-6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_zero3_fetches_every_experts_module_whole(family: str) -> None:
+    leaves = pytest.importorskip("deepspeed.utils")
+    model = tiny_model(family)
+    experts = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "experts"]
+    assert experts and not any(map(leaves.z3_leaf_module, experts))
+    fetch_experts_whole(model)
+    assert all(map(leaves.z3_leaf_module, experts))
 
 
 def test_zero3_partitions_the_base_while_it_is_read(found: dict[str, Any]) -> None:
