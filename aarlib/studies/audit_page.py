@@ -19,6 +19,7 @@ Results = dict[str, Any]
 HEADROOM = {
     "structured_oracle": "structured oracle",
     "vertex_oracle": "vertex oracle",
+    "vertex_or_native_oracle": "best of the vertices and native",
     "vertex_share": "its share",
     "fixed_action": "fixed action of development",
     "uniform": "uniform",
@@ -102,26 +103,45 @@ def _plain(value: Any) -> Any:
 def tables(found: Results) -> dict[str, str]:
     """Markdown tables by name, from the JSON alone."""
     frame = frame_of(found, "measures")
+    horizons = distinct(frame, "horizon")
+    floors = {horizon: _floor(frame_of(found, "noise"), horizon) for horizon in horizons}
     shown = {}
-    for horizon in distinct(frame, "horizon"):
+    for horizon in horizons:
         part = select(frame, horizon=horizon)
-        for name, measures in (
-            ("headroom", HEADROOM),
-            ("router", ROUTER),
-            ("gradient", GRADIENT),
-            ("conservative", CONSERVATIVE),
-        ):
-            shown[f"{name}_{horizon}"] = _by_domain(part, measures)
-        shown[f"layers_{horizon}"] = _by_layer(part)
-    shown["findings"] = _findings(found, select(frame, horizon=distinct(frame, "horizon")[0]))
-    shown["seeds"] = _by_seed(select(frame, horizon=distinct(frame, "horizon")[0]))
-    shown["ranks"] = _ranks(frame_of(found, "by_rank"))
+        floor = floors[horizon]
+        shown[f"headroom_{horizon}"] = f"{_by_domain(part, HEADROOM)}\n\n{floor}"
+        shown[f"router_{horizon}"] = f"{_by_domain(part, ROUTER)}\n\n{_constant(part, 'router_spearman')}"
+        shown[f"gradient_{horizon}"] = f"{_by_domain(part, GRADIENT)}\n\n{_constant(part, 'gradient_spearman')} {floor}"
+        shown[f"conservative_{horizon}"] = f"{_by_domain(part, CONSERVATIVE)}\n\n{floor}"
+        shown[f"layers_{horizon}"] = f"{_by_layer(part)}\n\n{floor}"
+    first = horizons[0]
+    shown["findings"] = _findings(found, select(frame, horizon=first))
+    shown["seeds"] = f"{_by_seed(select(frame, horizon=first))}\n\n{floors[first]}"
+    shown["ranks"] = f"{_ranks(frame_of(found, 'by_rank'))}\n\n{floors[first]}"
     shown["choices"] = _choices(frame_of(found, "choices"))
     shown["noise"] = _noise(frame_of(found, "noise").to_dict("records"))
     if "fits" in found:
         shown["fits"] = _fits(frame_of(found, "fits"))
-        shown["predictors"] = _predictors(frame_of(found, "predictors"))
+        shown["predictors"] = f"{_predictors(frame_of(found, 'predictors'))}\n\n{floors[first]}"
     return shown
+
+
+def _floor(noise: pd.DataFrame, horizon: str) -> str:
+    """The noise floor as a caption."""
+    rows = select(noise, horizon=horizon).to_dict("records")
+    if not rows:
+        return "Noise floor of a delta CE: not measured."
+    return (
+        f"Noise floor of a delta CE (largest difference, exact against batched, {rows[0]['num_samples']} samples): "
+        f"{rows[0]['noise_floor']:.1e}."
+    )
+
+
+def _constant(part: pd.DataFrame, measure: str) -> str:
+    """How many samples have no rank correlation."""
+    rows = select(part, seed=ALL_SEEDS, layer=POOLED, measure=measure).to_dict("records")
+    counts = ", ".join(f"{row['domain']} {row['num_excluded']} of {row['num_samples']:,}" for row in rows)
+    return f"Constant samples, left out of the Spearman: {counts}."
 
 
 def _findings(found: Results, part: pd.DataFrame) -> str:

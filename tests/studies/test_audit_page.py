@@ -23,7 +23,20 @@ def test_tables_come_from_the_json_alone(found):
     row = measures[(measures["seed"] == "all") & (measures["layer"] == "pooled") & (measures["horizon"] == "full")]
     value = row[row["measure"] == "structured_oracle"]["value"].item()
     assert f"| structured oracle | {value:.4f} [" in shown["headroom_full"]
-    assert shown["seeds"].count("\n") == 1 + 2
+    assert shown["seeds"].count("\n") == 1 + 2 + 2
+
+
+def test_noise_floor_and_constant_samples_stand_beside_the_tables(found):
+    shown = tables(found)
+    for name in ("headroom_full", "gradient_4", "conservative_4", "layers_full", "seeds", "ranks", "predictors"):
+        if name in shown:
+            assert "Noise floor of a delta CE" in shown[name] and "1.0e-07." in shown[name]
+    assert "best of the vertices and native" in shown["headroom_4"]
+    changed = json.loads(json.dumps(found))
+    columns = changed["measures"]["columns"]
+    for row in changed["measures"]["rows"]:
+        row[columns.index("num_excluded")] = 3
+    assert "left out of the Spearman: c4 3 of " in tables(changed)["router_full"]
 
 
 def test_a_page_is_filled_again_and_again(found):
