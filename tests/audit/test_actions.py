@@ -1,5 +1,7 @@
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from aarlib.audit.actions import FIXED, action_names, action_weights, temperature
 
@@ -11,6 +13,17 @@ def test_every_action_keeps_the_mass_and_stays_on_the_simplex(top_k):
     assert actions.shape == (5, 3, len(action_names(top_k)), top_k) == (5, 3, 4 + 2 * top_k, top_k)
     assert (actions >= 0).all()
     torch.testing.assert_close(actions.sum(-1), weights.sum(-1)[..., None].expand(actions.shape[:-1]))
+
+
+@given(st.lists(st.floats(2.0**-100, 8.0, width=32), min_size=2, max_size=8))
+def test_any_weights_keep_their_mass_and_order(values):
+    weights = torch.tensor(values)
+    actions = action_weights(weights)
+    assert torch.isfinite(actions).all() and (actions >= 0).all()
+    torch.testing.assert_close(actions.sum(-1), weights.sum().expand(actions.shape[0]))
+    for name in ("temperature_0.5", "temperature_2.0"):
+        changed = actions[action_names(len(values)).index(name)]
+        assert (changed[weights.argsort()].diff() >= 0).all()
 
 
 def test_eight_experts_have_the_twenty_actions_of_the_paper():

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from aarlib.aar.config import AARConfig
 from aarlib.data.chat import Encoded, collate
@@ -43,6 +45,15 @@ def test_best_fit_wastes_little_and_loses_nothing() -> None:
     assert sorted(index for members in bins for index in members) == list(range(1024))
     assert max(sum(lengths[index] for index in members) for members in bins) <= 512
     assert sum(lengths) / (512 * len(bins)) > 0.97
+
+
+@given(st.lists(st.integers(1, 40), max_size=60), st.integers(40, 100))
+def test_best_fit_of_any_lengths(lengths: list[int], capacity: int) -> None:
+    bins = best_fit(lengths, capacity)
+    fill = sorted(sum(lengths[index] for index in members) for members in bins)
+    assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
+    assert not fill or fill[-1] <= capacity
+    assert len(fill) < 2 or fill[0] + fill[1] > capacity, "the two emptiest rows fit into one"
 
 
 def test_every_document_is_there_once_with_its_targets() -> None:
