@@ -1,40 +1,48 @@
 """Measure a speed claim against the plain way, on this machine, with the targets beside.
 
-capture: attention with windows. train: a training step. audit, fdaa, lens: theirs. gpu: OLMoE-1B-7B with random weights.
+capture: attention with windows. train: a training step (--method fdaa: the aggregation head's, the same as fdaa). audit, fdaa,
+lens: theirs. gpu: OLMoE-1B-7B with random weights. Equal numbers are asserted first. Every part is stored in NAME.partial.json
+as soon as it is there, the whole in NAME.json. page: docs/speed.md from docs/studies/results/bench_*.json.
 """
 
 import json
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any, Literal
 
 import tyro
 
 LENGTHS = (512, 2048, 4096, 8192)
+GPU_LENGTHS = (512, 4096)
+ROOT = Path(__file__).parents[1]
 OLMOE = Path(__file__).parent / "configs" / "geometry" / "olmoe_1b_7b.json"
 OLMOE_LAYERS = (9, 10, 11, 12, 13, 14, 15)
+Name = Literal["capture", "train", "audit", "fdaa", "lens", "gpu", "page"]
 
 
 @dataclass(frozen=True)
 class Arguments:
-    name: Annotated[
-        tyro.conf.Positional[Literal["capture", "train", "audit", "fdaa", "lens", "gpu"]],
-        tyro.conf.arg(metavar="{capture,train,audit,fdaa,lens,gpu}"),
-    ]
+    name: Annotated[tyro.conf.Positional[Name], tyro.conf.arg(metavar="{capture,train,audit,fdaa,lens,gpu,page}")]
+    method: Literal["aar", "fdaa"] = "aar"
+    """What `train` trains."""
     lengths: tuple[int, ...] = ()
-    """Sequence lengths; default 512 2048 4096 8192 (gpu: 512 4096)."""
+    """Sequence lengths of capture and train (default 512 2048 4096 8192) and of gpu (512 4096)."""
     rounds: int = 5
-    """Turns of every way after a warm-up; medians are shown."""
+    """Turns of every way after a warm-up; the median is shown with the least and the most."""
     threads: int = 2
     tokens: int = 0
     """Tokens of a training step (train: one row where 0; gpu: 16384 where 0)."""
     memory_limit: float = 0.0
     """GiB a process may hold before it counts as out of memory; 0: what is free now, less 2."""
-    out: Path = Path("runs/bench")
-    """Folder for <name>.json and <name>.png; an existing file is replaced only by a finished run."""
+    budget: float = 450.0
+    """Seconds of gpu; a part that no longer fits is skipped, and said so."""
+    out: Path | None = None
+    """The JSON file (default runs/bench/NAME.json), a picture beside it; one that is there is replaced only by a finished run.
+    Of page: the Markdown file (default docs/speed.md)."""
     tiny: bool = False
     """Small shapes, to see that everything runs."""
     dry_run: bool = False
@@ -50,21 +58,99 @@ def main(argv: Sequence[str] | None = None) -> int:
         config=(tyro.conf.FlagCreatePairsOff,),
     )
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    lengths = arguments.lengths or ((512, 4096) if arguments.name == "gpu" else LENGTHS)
-    print(f"bench {arguments.name}: lengths {list(lengths)}, {arguments.threads} threads, {arguments.rounds} rounds")
-    if arguments.dry_run:
-        return 0
     try:
-        record = BENCHES[arguments.name](arguments, lengths)
+        if arguments.name == "page":
+            return page(arguments)
+        name = bench_of(arguments)
+        print(f"bench {name}: {arguments.threads} threads, {arguments.rounds} rounds, {sizes(arguments, name)}")
+        if not arguments.dry_run:
+            measure(arguments, name)
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    return 0
+
+
+def bench_of(arguments: Arguments) -> str:
+    if arguments.method == "aar":
+        return arguments.name
+    if arguments.name not in ("train", "fdaa"):
+        raise ValueError(f"--method={arguments.method}: bench {arguments.name} trains nothing; use it with train")
+    return "fdaa"
+
+
+def sizes(arguments: Arguments, name: str) -> dict[str, Any]:
+    """What is measured, JSON-able."""
+    found: dict[str, Any] = {"model": "tiny" if arguments.tiny else "OLMoE-1B-7B" if name == "gpu" else "mid"}
+    if name in ("capture", "train", "gpu"):
+        found["lengths"] = list(arguments.lengths or (GPU_LENGTHS if name == "gpu" else LENGTHS))
+    if name in ("train", "gpu"):
+        found["tokens"] = arguments.tokens or (0 if name == "train" else 256 if arguments.tiny else 16384)
+    return found | (settings(arguments, name)._asdict() if name in ("audit", "fdaa", "lens") else {})
+
+
+def settings(arguments: Arguments, name: str) -> Any:
+    from aarlib.bench.audit import Settings as AuditSettings
+    from aarlib.bench.fdaa import Settings as FDAASettings
+    from aarlib.bench.lens import Settings as LensSettings
+
+    if not arguments.tiny:
+        return {"audit": AuditSettings(), "fdaa": FDAASettings(), "lens": LensSettings()}[name]
+    audit = AuditSettings(window=48, horizon=8, positions=16, shape={**TINY, "initializer_range": 0.2})
+    fdaa = FDAASettings(rows=2, length=16, shape=TINY)
+    return {"audit": audit, "fdaa": fdaa, "lens": LensSettings(documents=4, looped_documents=2, shape=TINY)}[name]
+
+
+def measure(arguments: Arguments, name: str) -> None:
+    """Run every part, print and store it, and put the finished record in its place."""
     from aarlib.config import write_text_atomically
 
-    path = arguments.out / f"{arguments.name}.json"
-    write_text_atomically(path, json.dumps({**machine(), "threads": arguments.threads, **record}, indent=2))
+    path = arguments.out or Path("runs/bench") / f"{name}.json"
+    partial = path.with_suffix(".partial.json")
+    record = {"bench": name, **machine(), "threads": arguments.threads, "rounds": arguments.rounds}
+    record |= {"sizes": sizes(arguments, name), "equal": [], "claims": [], "details": {}, "skipped": {}}
+    for part in BENCHES[name](arguments):
+        show(part)
+        record["equal"] += [item._asdict() for item in part.equal]
+        record["claims"] += [{**claim._asdict(), "met": claim.met} for claim in part.claims]
+        record["details"] |= {part.name: part.details} if part.details else {}
+        record["skipped"] |= {part.name: part.skipped} if part.skipped else {}
+        write_text_atomically(partial, json.dumps(record, indent=1) + "\n")
+    if not record["equal"]:
+        raise RuntimeError(f"bench {name} compared no numbers; {partial} holds what it timed")
+    if name in PICTURES:
+        from aarlib.bench.chart import draw
+
+        draw(path.with_suffix(".png"), PICTURES[name], lengths_in(record))
+    partial.replace(path)
     print(f"wrote {path}")
-    return 0
+
+
+def show(part: Any) -> None:
+    if part.skipped:
+        print(f"{part.name}: SKIPPED: {part.skipped}", flush=True)
+    for item in part.equal:
+        print(f"  equal: {item.what}: {item.error:.1e} (tolerance {item.tolerance:.0e})")
+    for claim in part.claims:
+        print(f"  {claim.line()}")
+    for row in part.details.get("steps", ()):
+        print(f"  {step_line(row)}")
+    for way, peak in part.details.get("memory_gib", {}).items():
+        print(f"  {part.name}, extra peak of {way}: {'out of memory' if peak is None else f'{peak:.3f} GiB'}")
+    sys.stdout.flush()
+
+
+def step_line(row: dict[str, Any]) -> str:
+    name, wall = f"length {row['length']}, {row['batch']} rows, {row['way']}", row["turns"]["wall"]
+    if not wall:
+        return f"{name}: out of memory"
+    memory = "" if row["peak_gib"] is None else f", peak {row['peak_gib']:.1f} GiB"
+    speed = f"{row['tokens_per_second']:,.0f} tokens/s{memory}, {row['rate_share']:.1%} of the matmul rate"
+    return f"{name}: {median(wall):.4f} s [{min(wall):.4f}, {max(wall):.4f}], {speed}"
+
+
+def lengths_in(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [item for item in record["details"].values() if "length" in item]
 
 
 def machine() -> dict[str, Any]:
@@ -76,13 +162,15 @@ def machine() -> dict[str, Any]:
     import torch
     import transformers
 
-    card = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    import aarlib
+
     return {
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
         "cpus": os.cpu_count(),
         "processor": platform.processor() or platform.machine(),
-        "gpu": card,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "load_average": os.getloadavg(),
+        "aarlib": aarlib.__version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
@@ -96,104 +184,39 @@ def memory_limit(arguments: Arguments) -> float:
     return limit
 
 
-def gib(value: float | None) -> str:
-    return "out of memory" if value is None else f"{value:.3f} GiB"
-
-
-def judged(name: str, value: float, target: float, at_least: bool = False) -> str:
-    held = value >= target if at_least else value <= target
-    return f"  {name}: {value:.2f} (target {'>=' if at_least else '<='} {target}){'' if held else '  MISSED'}"
-
-
-def capture(arguments: Arguments, lengths: Sequence[int]) -> dict[str, Any]:
-    from aarlib.bench import capture as bench
-    from aarlib.bench.chart import draw
+def capture(arguments: Arguments) -> Iterator[Any]:
+    from aarlib.bench.capture import run
 
     shape = {"heads": 2, "head_dim": 16, "window": 8} if arguments.tiny else {}
-    rows = []
-    limit = memory_limit(arguments)
-    for length in lengths:
-        [row] = bench.run([length], arguments.rounds, arguments.threads, limit, **shape)
-        rows.append(row)
-        print(f"length {length}: " + ", ".join(f"{name} {item.seconds:.4f} s" for name, item in row.turns.items()))
-        ratios = row.ratios()
-        for name, target in bench.TARGETS.items():
-            print(judged(name, ratios.pop(name), target))
-        for name, value in ratios.items():
-            judge = name == "eager forward / ours" and length == 2048
-            print(judged(name, value, bench.EAGER_TARGET, at_least=True) if judge else f"  {name}: {value:.2f}")
-        print("  extra memory: " + ", ".join(f"{way} {gib(peak)}" for way, peak in row.memory_gib.items()), flush=True)
-    growth = {row.length: row.memory_gib["ours"] for row in rows}
-    short, long = growth.get(2048), growth.get(8192)
-    if short and long:
-        print(judged("extra peak of ours, 8192 over 2048", long / short, bench.MEMORY_TARGET))
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    turns, peaks = [row.turns for row in rows], [row.memory_gib for row in rows]
-    draw(arguments.out / "capture.png", "Attention with windows", lengths, turns, peaks)
-    return {"limit_gib": limit, "rows": [as_json(row) for row in rows], "targets": bench.TARGETS}
+    limit, lengths = memory_limit(arguments), sizes(arguments, "capture")["lengths"]
+    return run(lengths, arguments.rounds, arguments.threads, limit, **shape)
 
 
-def train(arguments: Arguments, lengths: Sequence[int]) -> dict[str, Any]:
-    from aarlib.bench import train as bench
-    from aarlib.bench.chart import draw
+def train(arguments: Arguments) -> Iterator[Any]:
+    from aarlib.bench.train import run
 
-    shape = {"hidden_size": 64, "intermediate_size": 32, "vocab_size": 128, "num_hidden_layers": 2}
-    limit = memory_limit(arguments)
-    rows = []
-    for length in lengths:
-        [row] = bench.run(
-            [length],
-            arguments.rounds,
-            arguments.threads,
-            limit,
-            arguments.tokens,
-            lambda text: print(f"  {text}", file=sys.stderr, flush=True),
-            **(shape if arguments.tiny else {}),
-        )
-        rows.append(row)
-        times = ", ".join(f"{name} {item.seconds:.2f} s" for name, item in row.turns.items())
-        print(f"length {length}, {row.batch} rows: {times}")
-        for name, value in row.ratios().items():
-            target = bench.TARGETS.get(length) if name == "aar / routing only" else None
-            print(f"  {name}: {value:.2f}" if target is None else judged(name, value, target))
-        print("  extra memory: " + ", ".join(f"{way} {gib(peak)}" for way, peak in row.memory_gib.items()), flush=True)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    turns, peaks = [row.turns for row in rows], [row.memory_gib for row in rows]
-    draw(arguments.out / "train.png", "A training step", lengths, turns, peaks)
-    return {"limit_gib": limit, "rows": [as_json(row) for row in rows], "targets": bench.TARGETS}
+    lengths, limit = sizes(arguments, "train")["lengths"], memory_limit(arguments)
+    shape = {**TINY, "num_hidden_layers": 2} if arguments.tiny else {}
+    return run(lengths, arguments.rounds, arguments.threads, limit, arguments.tokens, progress, **shape)
 
 
-def as_json(row: Any) -> dict[str, Any]:
-    turns = {name: item._asdict() for name, item in row.turns.items()}
-    return {**row._asdict(), "turns": turns, "ratios": row.ratios()}
+def progress(text: str) -> None:
+    print(f"  {text}", file=sys.stderr, flush=True)
 
 
-def others(arguments: Arguments, lengths: Sequence[int]) -> dict[str, Any]:
-    """The benches of the audit, the heads and the lens print and return what they define themselves."""
-    if arguments.name == "audit":
-        from aarlib.bench.audit import run
+def others(arguments: Arguments) -> Iterator[Any]:
+    from aarlib.bench import audit, fdaa, lens
 
-        rows: list[Any] = run(arguments.threads, arguments.rounds)
-    elif arguments.name == "fdaa":
-        from aarlib.bench.fdaa import Settings, claims
-
-        rows = claims(Settings(), arguments.threads)
-    else:
-        from aarlib.bench.lens import bench
-
-        rows = [bench(repeats=arguments.rounds, threads=arguments.threads)]
-    for row in rows:
-        print(row)
-    return {"rows": json.loads(json.dumps([row._asdict() for row in rows], default=str))}
+    name = bench_of(arguments)
+    run = {"audit": audit.run, "fdaa": fdaa.run, "lens": lens.run}[name]
+    return run(settings(arguments, name), arguments.threads, arguments.rounds)
 
 
-def gpu(arguments: Arguments, lengths: Sequence[int]) -> dict[str, Any]:
+def gpu(arguments: Arguments) -> Iterator[Any]:
     import torch
 
-    from aarlib.bench import gpu as bench
-    from aarlib.identities.doctor import aware_attach, examine, header, line
+    from aarlib.bench.gpu import Plan, run
     from aarlib.moe import backends
-    from aarlib.moe.anatomy import active_parameters
     from aarlib.moe.loading import load_config
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -201,64 +224,56 @@ def gpu(arguments: Arguments, lengths: Sequence[int]) -> dict[str, Any]:
         raise ValueError(
             "no CUDA device: the 7-billion-parameter model is for a GPU; pass --tiny to see the script run"
         )
-    config = load_config("olmoe", geometry=OLMOE)
-    layers, size = OLMOE_LAYERS, 8192
-    if arguments.tiny:
-        for name, value in TINY_OLMOE.items():
-            setattr(config, name, value)
-        layers, size = (1,), 128
-    print(f"device {device} {machine()['gpu'] or ''}", flush=True)
-    model = bench.build(config, device, torch.bfloat16)
-    rate = bench.matmul_rate(device, torch.bfloat16, size)
-    print(f"matmul {size}^3 in bfloat16: {rate / 1e12:.3g} TFLOP/s; active parameters {active_parameters(model):,}")
-    rows = []
-    tokens = arguments.tokens or (256 if arguments.tiny else 16384)
-    for row in bench.steps(model, lengths, tokens, layers, 40, rate, arguments.rounds):
-        rows.append(row)
-        print(step_line(row), flush=True)
-    for length in lengths:
-        seconds = {row.way: row.seconds for row in rows if row.length == length}
-        if seconds["aar"] and seconds["routing only"]:
-            print(
-                judged(
-                    f"length {length}, aar / routing only", seconds["aar"] / seconds["routing only"], bench.AAR_TARGET
-                )
-            )
-    shares = [row.rate_share for row in rows if row.way == "aar" and row.rate_share is not None]
-    if shares:
-        print(judged("share of the matmul rate, aar", max(shares), bench.RATE_TARGET, at_least=True))
-    findings = []
-    for dtype in (torch.bfloat16, torch.float32):
-        print(f"doctor in {dtype}\n{header()}", flush=True)
-        for finding in examine(model.to(dtype), aware_attach(layers, 40)):
-            findings.append({"dtype": str(dtype), **finding._asdict(), "passed": finding.passed})
-            print(line(finding), flush=True)
+    config, found = load_config("olmoe", geometry=OLMOE), sizes(arguments, "gpu")
+    for name, value in (TINY_OLMOE if arguments.tiny else {}).items():
+        setattr(config, name, value)
+    layers, matmul = ((1,), 128) if arguments.tiny else (OLMOE_LAYERS, 8192)
+    plan = Plan(layers, found["lengths"], found["tokens"], arguments.rounds, matmul, arguments.budget)
+    yield from run(config, device, plan, lambda model, dtype: doctor(model, dtype, layers))
     print(f"attention calls with windows: {dict(backends.calls)}")
-    return {"matmul_flops": rate, "steps": [row._asdict() for row in rows], "doctor": findings}
 
 
-TINY_OLMOE = {
+def doctor(model: Any, dtype: Any, layers: tuple[int, ...]) -> Any:
+    from aarlib.bench.claims import Part
+    from aarlib.identities.doctor import aware_attach, examine, header, line
+
+    print(f"doctor in {dtype}\n{header()}", flush=True)
+    findings = []
+    for finding in examine(model.to(dtype), aware_attach(layers, 40)):
+        findings.append({**finding._asdict(), "passed": finding.passed})
+        print(line(finding), flush=True)
+    return Part(f"doctor, {dtype}", details={"dtype": str(dtype), "findings": findings})
+
+
+def page(arguments: Arguments) -> int:
+    """Every measured ratio into the page, and the pictures by length."""
+    from aarlib.bench.chart import draw
+    from aarlib.bench.page import filled, read_records
+    from aarlib.config import write_text_atomically
+
+    path, studies = arguments.out or ROOT / "docs" / "speed.md", ROOT / "docs" / "studies"
+    records = read_records(studies / "results")
+    if arguments.dry_run:
+        print(f"{path}: {', '.join(records) or 'no results'}")
+        return 0
+    for page_path in (path, studies / "fdaa.md"):
+        write_text_atomically(page_path, filled(page_path.read_text(encoding="utf-8"), records))
+        print(f"wrote {page_path}")
+    for name in PICTURES.keys() & records.keys():
+        print(f"wrote {draw(studies / 'figures' / f'bench_{name}.png', PICTURES[name], lengths_in(records[name]))}")
+    return 0
+
+
+TINY = {
     "hidden_size": 64,
     "intermediate_size": 32,
-    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
     "vocab_size": 128,
-    "eos_token_id": 2,
 }
-
-
-def step_line(row: Any) -> str:
-    name = f"length {row.length}, {row.batch} rows, {row.way}"
-    if row.seconds is None:
-        return f"{name}: out of memory"
-    memory = "" if row.peak_gib is None else f", peak {row.peak_gib:.1f} GiB"
-    return f"{name}: {row.seconds:.4f} s, {row.tokens_per_second:,.0f} tokens/s{memory}, {row.rate_share:.1%} of the matmul rate"
-
-
-BENCHES: dict[str, Callable[[Arguments, Sequence[int]], dict[str, Any]]] = {
+TINY_OLMOE = {**TINY, "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2, "eos_token_id": 2}
+PICTURES = {"capture": "Attention with windows", "train": "A training step"}
+BENCHES: dict[str, Callable[[Arguments], Iterator[Any]]] = {
     "capture": capture,
     "train": train,
     "audit": others,

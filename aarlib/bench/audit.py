@@ -3,7 +3,7 @@
 One window of 256 tokens, horizon 32, one position and the layers at 1/4, 1/2, 3/4 and the end: 4 samples of 12 actions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,91 +13,102 @@ from torch.nn.functional import cross_entropy
 from aarlib.audit.actions import action_weights
 from aarlib.audit.gradients import gradient_utilities, utilities, zero_leaves
 from aarlib.audit.replay import Isolation, oracle
+from aarlib.bench.claims import Equal, Part, apart, equal, peaks, within
 from aarlib.bench.measure import Measurement, measure, mid_model
+from aarlib.bench.process import run_job
 from aarlib.moe.anatomy import anatomy
 from aarlib.moe.dispatch import RouterOutput, expert_outputs
 from aarlib.moe.record import intervene
 
-WINDOW, HORIZON, POSITION = 256, 32, 128
 LAYERS = (1, 3, 5, 7)
-NUM_POSITIONS = 64
+TARGETS = {"oracle, batched": 8.0, "oracle, exact": 2.0, "gradient utilities": 30.0}
+"""Times that the plain way takes of ours, at least."""
 PLAIN_BACKWARDS = 8
-"""Of the 256 backwards of the plain way, those that are timed; the rest is scaled up."""
+"""Of the plain way's backwards, those that are timed; the rest is scaled up."""
 TOLERANCE = 3e-6
+RELATIVE_TOLERANCE = 1e-4
+"""Utilities of a random model are far below 1, where the tolerance above would let anything pass."""
 
 
-class Comparison(NamedTuple):
-    name: str
-    plain: Measurement
-    plain_scale: float
-    """What the plain way's measured time is multiplied by to stand for the whole work."""
-    ours: Measurement
-    speedup: float
-    cpu_speedup: float
-    """The same of processor times."""
-    target: float
-    met: bool
+class Settings(NamedTuple):
+    window: int = 256
+    horizon: int = 32
+    positions: int = 64
+    """Of gradient utilities."""
+    shape: Mapping[str, Any] = {}
+    """Changes to `mid`."""
 
 
-def run(threads: int = 1, repeats: int = 5) -> list[Comparison]:
+def run(settings: Settings, threads: int = 1, repeats: int = 5) -> Iterator[Part]:
     """Equal numbers first, then each variant in a process of its own. RuntimeError where the numbers differ."""
-    check()
+    yield Part("equal", [Equal(*item) for item in run_job("aarlib.bench.audit:check", settings._asdict(), threads)])
 
-    def timed(variant: str, **settings: Any) -> Measurement:
-        return measure(f"aarlib.bench.audit:{variant}", settings, threads, repeats)
+    def timed(variant: str, **more: Any) -> Measurement:
+        return measure(f"aarlib.bench.audit:{variant}", {**settings._asdict(), **more}, threads, repeats)
 
-    def compare(name: str, plain: Measurement, scale: float, ours: Measurement, target: float) -> Comparison:
-        speedup, cpu_speedup = plain.median_s * scale / ours.median_s, plain.cpu_s * scale / ours.cpu_s
-        return Comparison(name, plain, scale, ours, speedup, cpu_speedup, target, speedup >= target)
+    def part(name: str, plain: Measurement, scale: float, ours: Measurement) -> Part:
+        claim = apart(f"plain way / {name}", plain, ours, scale, target=TARGETS[name], at_least=True)
+        details = {"plain": plain._asdict(), "plain_scale": scale, "ours": ours._asdict()}
+        return Part(name, claims=[claim, *peaks({f"{name}, the plain way": plain, name: ours})], details=details)
 
-    forwards, samples, scale = timed("whole_forwards"), len(LAYERS), NUM_POSITIONS * len(LAYERS) / PLAIN_BACKWARDS
-    return [
-        compare("oracle, batched", forwards, samples, timed("replay", isolation="batched"), 8),
-        compare("oracle, exact", forwards, samples, timed("replay", isolation="exact"), 2),
-        compare("gradient utilities", timed("plain_backwards"), scale, timed("one_backward"), 30),
-    ]
+    forwards = timed("whole_forwards")
+    yield part("oracle, batched", forwards, len(LAYERS), timed("replay", isolation="batched"))
+    yield part("oracle, exact", forwards, len(LAYERS), timed("replay", isolation="exact"))
+    scale = settings.positions * len(LAYERS) / PLAIN_BACKWARDS
+    yield part("gradient utilities", timed("plain_backwards"), scale, timed("one_backward"))
 
 
-def check(model: Any = None, window: int = WINDOW, layers: tuple[int, ...] = LAYERS, horizon: int = HORIZON) -> None:
-    """Both ways give the same losses and utilities."""
-    model = mid_model() if model is None else model
+def check(**settings: Any) -> list[Equal]:
+    """Both ways give the same losses and utilities, as the job that `run` starts with."""
+    chosen = Settings(**settings)
+    model = mid_model(**dict(chosen.shape))
+    return equal_numbers(model, chosen.window, LAYERS, chosen.horizon)
+
+
+def equal_numbers(model: Any, window: int, layers: tuple[int, ...], horizon: int) -> list[Equal]:
     ids, position = tokens(model, window), window // 2
     samples = [(0, position, layer) for layer in layers]
     expected = torch.stack([whole_forward(model, ids, position, layer, horizon) for layer in layers])
+    checked = []
     for isolation in ("exact", "batched"):
         frame = oracle(model, ids, samples, horizon=horizon, isolation=isolation)
         found = torch.tensor(frame["ce"].to_numpy()).view_as(expected)
-        _equal(f"oracle ({isolation})", found, expected)
+        checked.append(equal(f"losses of the actions, {isolation}", found, expected, TOLERANCE))
     found = gradient_utilities(model, ids, layers, positions=[position])
     for layer in layers:
-        _equal(
-            f"gradient utilities of layer {layer}",
-            found[layer][0, position],
-            plain_utility(model, ids, position, layer),
-        )
+        ours, theirs = found[layer][0, position], plain_utility(model, ids, position, layer)
+        checked.append(equal(f"gradient utilities of layer {layer}", ours, theirs, TOLERANCE))
+        error = float((ours - theirs).abs().max() / theirs.abs().max())
+        checked.append(within(f"gradient utilities of layer {layer}, of the largest", error, RELATIVE_TOLERANCE))
+    return checked
 
 
-def _equal(what: str, found: Tensor, expected: Tensor) -> None:
-    error = float((found - expected).abs().max() / expected.abs().max().clamp_min(1.0))
-    if not error < TOLERANCE:
-        raise RuntimeError(f"{what}: the two ways differ by {error:.1e}; the benchmark would compare different things")
-
-
-def tokens(model: Any, window: int = WINDOW) -> Tensor:
+def tokens(model: Any, window: int) -> Tensor:
     return torch.randint(1, model.config.vocab_size, (1, window), generator=torch.Generator().manual_seed(0))
 
 
-def replay(isolation: Isolation) -> Callable[[], Any]:
-    model = mid_model()
-    ids, samples = tokens(model), [(0, POSITION, layer) for layer in LAYERS]
-    return lambda: oracle(model, ids, samples, horizon=HORIZON, isolation=isolation)
+def replay(isolation: Isolation, **settings: Any) -> Callable[[], Any]:
+    model, ids, chosen = _case(settings)
+    samples = [(0, chosen.window // 2, layer) for layer in LAYERS]
+    return lambda: oracle(model, ids, samples, horizon=chosen.horizon, isolation=isolation)
 
 
-def whole_forwards() -> Callable[[], Any]:
+def whole_forwards(**settings: Any) -> Callable[[], Any]:
     """One sample of the four: whichever layer is acted on, the forward is the same work."""
-    model = mid_model()
-    ids = tokens(model)
-    return lambda: whole_forward(model, ids, POSITION, LAYERS[0], HORIZON)
+    model, ids, chosen = _case(settings)
+    return lambda: whole_forward(model, ids, chosen.window // 2, LAYERS[0], chosen.horizon)
+
+
+class _Case(NamedTuple):
+    model: Any
+    ids: Tensor
+    settings: Settings
+
+
+def _case(settings: Mapping[str, Any]) -> _Case:
+    chosen = Settings(**settings)
+    model = mid_model(**dict(chosen.shape))
+    return _Case(model, tokens(model, chosen.window), chosen)
 
 
 @torch.no_grad()
@@ -117,28 +128,29 @@ def whole_forward(model: Any, ids: Tensor, position: int, layer: int, horizon: i
     return cross_entropy(logits.mT, targets, reduction="none").double().mean(1)
 
 
-def one_backward() -> Callable[[], Any]:
-    model = mid_model()
-    ids, positions = tokens(model), _positions()
-    return lambda: gradient_utilities(model, ids, LAYERS, positions=positions)
+def one_backward(**settings: Any) -> Callable[[], Any]:
+    model, ids, chosen = _case(settings)
+    return lambda: gradient_utilities(model, ids, LAYERS, positions=positions_of(chosen))
 
 
-def plain_backwards() -> Callable[[], Any]:
+def plain_backwards(**settings: Any) -> Callable[[], Any]:
     """A backward per sample through one forward's graph, kept for all of them; the forward is not timed."""
-    model = mid_model()
-    ids = tokens(model)
+    model, ids, chosen = _case(settings)
     with torch.enable_grad(), zero_leaves(anatomy(model), LAYERS) as sums:
         logits = model(ids, use_cache=False).logits[0]
         ce = cross_entropy(logits[:-1].float(), ids[0, 1:], reduction="none")
-    samples = [(position, layer) for position in _positions()[:: NUM_POSITIONS // 2] for layer in LAYERS]
+    places = positions_of(chosen)[:: chosen.positions // 2]
+    samples = [(position, layer) for position in places for layer in LAYERS]
     assert len(samples) == PLAIN_BACKWARDS
     return lambda: [
         torch.autograd.grad(ce[position:].mean(), sums[layer].leaf, retain_graph=True) for position, layer in samples
     ]
 
 
-def _positions() -> list[int]:
-    return list(range(8, WINDOW - HORIZON, (WINDOW - HORIZON - 8) // NUM_POSITIONS))[:NUM_POSITIONS]
+def positions_of(settings: Settings) -> list[int]:
+    """Evenly over the window, from 8 on, where the horizon fits."""
+    step = (settings.window - settings.horizon - 8) // settings.positions
+    return list(range(8, settings.window - settings.horizon, step))[: settings.positions]
 
 
 def plain_utility(model: Any, ids: Tensor, position: int, layer: int) -> Tensor:

@@ -4,7 +4,7 @@ plain: torch's scaled_dot_product_attention, without windows. eager: what Huggin
 amount to. ours: aarlib.moe.windows, the backward with the windows' gradient (`window_grad`) or without.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.olmoe.modeling_olmoe import eager_attention_forward
 
-from aarlib.bench.process import OutOfMemory, Turns, extra_peak, ratio, run_job, take_turns
+from aarlib.bench.chart import by_length
+from aarlib.bench.claims import Claim, Equal, Part, equal, paired
+from aarlib.bench.process import OutOfMemory, Turns, extra_peak, run_job, take_turns
 from aarlib.moe.windows import attention_with_windows
 
 HEADS, HEAD_DIM, WINDOW = 16, 64, 40
@@ -75,10 +77,11 @@ def eager(case: Problem) -> tuple[Tensor, Tensor]:
     return output.transpose(1, 2), mean.gather(2, columns[None])
 
 
-def backward(case: Problem, result: Any, windows: bool = True) -> None:
+def backward(case: Problem, result: Any, windows: bool = True) -> tuple[Tensor, ...]:
+    """Gradients of query, key and value."""
     outputs, grads = [result] if isinstance(result, Tensor) else list(result), [case.grad_output, case.grad_windows]
     count = len(outputs) if windows else 1
-    torch.autograd.grad(outputs[:count], case[:3], grads[:count])
+    return torch.autograd.grad(outputs[:count], case[:3], grads[:count])
 
 
 def forward_only(way: Callable[[Problem], Any], case: Problem) -> Callable[[], Any]:
@@ -92,8 +95,8 @@ def forward_only(way: Callable[[Problem], Any], case: Problem) -> Callable[[], A
 def timings(
     length: int, rounds: int, with_eager: bool, heads: int = HEADS, head_dim: int = HEAD_DIM, window: int = WINDOW
 ) -> dict[str, Any]:
-    """Turns of every way at one length. RuntimeError where ours and eager give different numbers."""
-    check(min(length, 1024), heads, head_dim, window)
+    """Turns of every way at one length, after `check`: its RuntimeError where ours and eager give different numbers."""
+    checked = check(min(length, 1024), heads, head_dim, window)
     case = problem(length, heads, head_dim, window)
     calls = {
         "plain": forward_only(plain, case),
@@ -105,15 +108,30 @@ def timings(
     if with_eager:
         calls["eager"] = forward_only(eager, case)
         calls["eager, backward"] = lambda: backward(case, eager(case))
-    return {name: list(turns) for name, turns in take_turns(calls, rounds).items()}
+    turns = {name: list(turns) for name, turns in take_turns(calls, rounds).items()}
+    return {"equal": checked, "turns": turns}
 
 
-def check(length: int, heads: int, head_dim: int, window: int) -> None:
+def check(length: int, heads: int, head_dim: int, window: int) -> list[Equal]:
+    """Outputs, windows and gradients of query, key and value: ours, eager and, where it has them, plain."""
     case = problem(length, heads, head_dim, window)
-    for found, expected in zip(ours(case), eager(case), strict=True):
-        worst = float((found - expected).detach().abs().max())
-        if not worst < TOLERANCE:
-            raise RuntimeError(f"ours and eager attention differ by {worst:.1e} at length {length}")
+    expected, found = eager(case), ours(case)
+    checked = [
+        equal("output, ours and eager", found[0], expected[0], TOLERANCE),
+        equal("windows, ours and eager", found[1], expected[1], TOLERANCE),
+        equal("output, plain and eager", plain(case), expected[0], TOLERANCE),
+    ]
+    pairs = {
+        "with the windows' gradient, ours and eager": (backward(case, found), backward(case, expected)),
+        "windows constant, ours and plain": (
+            backward(case, ours(case, False), windows=False),
+            backward(case, plain(case)),
+        ),
+    }
+    for name, sides in pairs.items():
+        for what, one, other in zip(("query", "key", "value"), *sides, strict=True):
+            checked.append(equal(f"gradient of the {what}, {name}", one, other, TOLERANCE))
+    return checked
 
 
 def memory(
@@ -126,39 +144,41 @@ def memory(
     return {"extra_gib": extra_peak(lambda: backward(case, run(case)))}
 
 
-class Row(NamedTuple):
-    length: int
-    turns: dict[str, Turns]
-    memory_gib: dict[str, float | None]
-    """None: out of memory."""
-
-    def ratios(self) -> dict[str, float]:
-        turns = self.turns
-        values = {
-            "forward / plain": ratio(turns["ours"], turns["plain"]),
-            "forward+backward / plain": ratio(turns["ours, backward"], turns["plain, backward"]),
-            "forward+backward, windows constant / plain": ratio(
-                turns["ours, backward, windows constant"], turns["plain, backward"]
-            ),
-        }
-        if "eager" in turns:
-            values["eager forward / ours"] = ratio(turns["eager"], turns["ours"])
-            values["eager forward+backward / ours"] = ratio(turns["eager, backward"], turns["ours, backward"])
-        return values
+def claims_of(length: int, turns: Mapping[str, Turns]) -> list[Claim]:
+    at = f"{length} tokens"
+    pairs = {
+        "forward / plain": ("ours", "plain"),
+        "forward+backward / plain": ("ours, backward", "plain, backward"),
+        "forward+backward, windows constant / plain": ("ours, backward, windows constant", "plain, backward"),
+    }
+    found = [
+        paired(name, turns[one], turns[other], target=TARGETS[name], at=at) for name, (one, other) in pairs.items()
+    ]
+    if "eager" in turns:
+        target = EAGER_TARGET if length == 2048 else None
+        found.append(paired("eager forward / ours", turns["eager"], turns["ours"], target=target, at_least=True, at=at))
+        both = turns["eager, backward"], turns["ours, backward"]
+        found.append(paired("eager forward+backward / ours", *both, at=at))
+    return found
 
 
-def run(lengths: Sequence[int], rounds: int, threads: int, limit_gib: float, **shape: int) -> list[Row]:
+def run(lengths: Sequence[int], rounds: int, threads: int, limit_gib: float, **shape: int) -> Iterator[Part]:
     """Each length's turns in one process; memory of each way in its own, under `limit_gib`."""
-    rows = []
+    grown: dict[int, float] = {}
     for length in lengths:
         settings = {"length": length, "rounds": rounds, **shape}
         found = run_job(f"{JOB}:timings", {**settings, "with_eager": True}, threads, limit_gib)
         if isinstance(found, OutOfMemory):
             found = run_job(f"{JOB}:timings", {**settings, "with_eager": False}, threads)
-        assert not isinstance(found, OutOfMemory)
-        peaks = {}
+        peaks: dict[str, float | None] = {}
         for way in MEMORY_WAYS:
             peak = run_job(f"{JOB}:memory", {"way": way, "length": length, **shape}, threads, limit_gib)
             peaks[way] = None if isinstance(peak, OutOfMemory) else peak["extra_gib"]
-        rows.append(Row(length, {name: Turns(*turns) for name, turns in found.items()}, peaks))
-    return rows
+        turns = {name: Turns(*values) for name, values in found["turns"].items()}
+        checked, claims = [Equal(*item) for item in found["equal"]], claims_of(length, turns)
+        yield Part(f"{length} tokens", checked, claims, by_length(length, 1, turns, peaks))
+        grown |= {length: peaks["ours"]} if peaks["ours"] is not None else {}
+    if 2048 in grown and 8192 in grown:
+        growth = grown[8192] / grown[2048]
+        name = "extra peak of ours, 8192 over 2048 tokens"
+        yield Part("memory", claims=[Claim(name, growth, growth, growth, target=MEMORY_TARGET)])

@@ -1,13 +1,15 @@
 """Bench of the lens on `mid`: what decompositions add to a plain forward, and against hooks and loops. Equal numbers first."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from aarlib.bench.claims import Claim, Equal, Part, apart, peaks, within
 from aarlib.bench.measure import Measurement, measure, mid_model
+from aarlib.bench.process import run_job
 from aarlib.lens.influence import all_neuron_sums, expert_sums, head_sums, layer_sums
 from aarlib.lens.neurons import NeuronConstants
 from aarlib.lens.projection import Projection
@@ -15,55 +17,96 @@ from aarlib.lens.scores import read
 from aarlib.moe.anatomy import anatomy
 
 LENGTH, BATCH = 32, 32
-TARGETS = {"by layer, added": 0.6, "heads, experts and neurons, added": 2.5, "loops / folded": 5.0, "peak GiB": 3.0}
-"""Peak, of the process: 0.5 GiB of weights, and the captures and products of one batch of 32 documents."""
+TARGETS = {
+    "by layer for all receivers, added / plain forward": 0.6,
+    "heads, experts and neurons, added / plain forward": 2.5,
+    "loops / folded": 5.0,
+    "peak": 3.0,
+}
+"""At most; at most; at least; GiB of a process at most: 0.5 of weights, and the captures and products of 32 documents."""
+TOLERANCE = 1e-4
+CHECKED_LAYERS = 4
+"""Receivers of the model on which the two ways are compared; its width is that of the model that is timed."""
+LEVELS = ("layer", "head", "expert", "neuron")
 Variances = dict[str, Tensor]
 
 
-class LensBench(NamedTuple):
-    measurements: dict[str, Measurement]
-    ratios: dict[str, float]
-    largest_difference: float
-    """Of a variance, folded against loops, relative to the largest variance of its level."""
-    targets: dict[str, float] = TARGETS
-    """At most; `loops / folded` at least."""
+class Settings(NamedTuple):
+    documents: int = 256
+    looped_documents: int = 32
+    """Loops and folded both run on these."""
+    shape: Mapping[str, int] = {}
+    """Changes to `mid`."""
 
 
-def batches(documents: int) -> list[Tensor]:
+def batches(documents: int, vocab_size: int = 8192) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return list(torch.randint(1, 8192, (documents, LENGTH), generator=generator).split(BATCH))
+    return list(torch.randint(1, vocab_size, (documents, LENGTH), generator=generator).split(BATCH))
 
 
-def bench(documents: int = 256, repeats: int = 5, threads: int = 1, looped_documents: int = 32) -> LensBench:
-    """Ratios are added time over plain time; loops and folded both run on `looped_documents`, forward included in neither."""
-    difference = largest_difference(mid_model(num_hidden_layers=3), batches(2)[0][:2])
-    if difference > 1e-4:
-        raise RuntimeError(f"variances of the loops and of the folded path differ by {difference:.1e} of the largest")
+def run(settings: Settings, threads: int = 1, repeats: int = 5) -> Iterator[Part]:
+    """Added time over plain time; loops against folded without the forward, which both need. Equal numbers first."""
+    shape = {**settings.shape, "num_hidden_layers": CHECKED_LAYERS}
+    yield Part("equal", [Equal(*item) for item in run_job("aarlib.bench.lens:check", {"shape": shape}, threads)])
     variants = {
-        "plain forward": ("plain", documents),
-        "by layer": ("by_layer", documents),
-        "heads, experts and neurons": ("finer", documents),
-        "plain forward, few": ("plain", looped_documents),
-        "folded, few": ("finer", looped_documents),
-        "loops, few": ("loops", looped_documents),
+        "plain forward": ("plain", settings.documents),
+        "by layer": ("by_layer", settings.documents),
+        "heads, experts and neurons": ("finer", settings.documents),
+        "plain forward, few": ("plain", settings.looped_documents),
+        "folded, few": ("finer", settings.looped_documents),
+        "loops, few": ("loops", settings.looped_documents),
     }
     found = {
-        name: measure(f"aarlib.bench.lens:{variant}", {"documents": count}, threads, repeats)
+        name: measure(
+            f"aarlib.bench.lens:{variant}", {"documents": count, "shape": dict(settings.shape)}, threads, repeats
+        )
         for name, (variant, count) in variants.items()
     }
-    seconds = {name: measurement.median_s for name, measurement in found.items()}
-    plain, few = seconds["plain forward"], seconds["plain forward, few"]
-    ratios = {
-        "by layer, added": seconds["by layer"] / plain - 1,
-        "heads, experts and neurons, added": seconds["heads, experts and neurons"] / plain - 1,
-        "loops / folded": (seconds["loops, few"] - few) / (seconds["folded, few"] - few),
-        "peak GiB": max(found[name].peak_gib for name in ("by layer", "heads, experts and neurons")),
-    }
-    return LensBench(found, ratios, difference)
+    claims = [
+        _added("by layer for all receivers, added / plain forward", found["by layer"], found["plain forward"]),
+        _added(
+            "heads, experts and neurons, added / plain forward",
+            found["heads, experts and neurons"],
+            found["plain forward"],
+        ),
+        _faster(found["loops, few"], found["folded, few"], found["plain forward, few"]),
+    ]
+    held = [
+        claim._replace(target=TARGETS["peak"])
+        for claim in peaks({name: found[name] for name in ("by layer", "heads, experts and neurons")})
+    ]
+    details = {name: item._asdict() for name, item in found.items()}
+    yield Part("decompositions", claims=[*claims, *held, *peaks({"loops": found["loops, few"]})], details=details)
 
 
-def plain(documents: int) -> Callable[[], None]:
-    model, rows = mid_model(), batches(documents)
+def _added(name: str, ours: Measurement, forward: Measurement) -> Claim:
+    """(ours - forward) / forward; ours holds a forward."""
+    found = apart(name, ours, forward, target=TARGETS[name])
+    cpu = None if found.cpu is None else found.cpu - 1
+    return found._replace(value=found.value - 1, low=found.low - 1, high=found.high - 1, cpu=cpu)
+
+
+def _faster(loops: Measurement, folded: Measurement, forward: Measurement) -> Claim:
+    """(loops - forward) / (folded - forward), at the medians; from the extremes of each way over the median forward."""
+    plain = forward.median_s
+    value = (loops.median_s - plain) / (folded.median_s - plain)
+    low, high = (loops.min_s - plain) / (folded.max_s - plain), (loops.max_s - plain) / (folded.min_s - plain)
+    cpu = (loops.cpu_s - forward.cpu_s) / (folded.cpu_s - forward.cpu_s)
+    return Claim("loops / folded", value, low, high, cpu, target=TARGETS["loops / folded"], at_least=True)
+
+
+class _Case(NamedTuple):
+    model: Any
+    rows: list[Tensor]
+
+
+def _case(documents: int, shape: Mapping[str, int]) -> _Case:
+    model = mid_model(**shape)
+    return _Case(model, batches(documents, model.config.vocab_size))
+
+
+def plain(documents: int, shape: Mapping[str, int]) -> Callable[[], None]:
+    model, rows = _case(documents, shape)
 
     def run() -> None:
         with torch.no_grad():
@@ -73,8 +116,8 @@ def plain(documents: int) -> Callable[[], None]:
     return run
 
 
-def by_layer(documents: int) -> Callable[[], None]:
-    model, rows = mid_model(), batches(documents)
+def by_layer(documents: int, shape: Mapping[str, int]) -> Callable[[], None]:
+    model, rows = _case(documents, shape)
     projection = Projection(anatomy(model))
 
     def run() -> None:
@@ -84,9 +127,9 @@ def by_layer(documents: int) -> Callable[[], None]:
     return run
 
 
-def finer(documents: int) -> Callable[[], None]:
+def finer(documents: int, shape: Mapping[str, int]) -> Callable[[], None]:
     """Constants and folded matrices are made once for a model, in the warm-up."""
-    model, rows = mid_model(), batches(documents)
+    model, rows = _case(documents, shape)
     projection = Projection(anatomy(model))
     constants = NeuronConstants(projection)
 
@@ -100,8 +143,8 @@ def finer(documents: int) -> Callable[[], None]:
     return run
 
 
-def loops(documents: int) -> Callable[[], None]:
-    model, rows = mid_model(), batches(documents)
+def loops(documents: int, shape: Mapping[str, int]) -> Callable[[], None]:
+    model, rows = _case(documents, shape)
 
     def run() -> None:
         for ids in rows:
@@ -113,18 +156,49 @@ def loops(documents: int) -> Callable[[], None]:
 def folded(model: Any, ids: Tensor) -> Variances:
     projection = Projection(anatomy(model))
     reading = read(model, projection, ids)
-    sums = (head_sums(reading), expert_sums(reading), all_neuron_sums(reading))
+    sums = (layer_sums(reading), head_sums(reading), expert_sums(reading), all_neuron_sums(reading))
     return {name: item.all[:, index, :, 0].sum(0) for item in sums for index, name in enumerate(item.senders)}
+
+
+Seen = dict[tuple[int, str], Any]
+"""(arguments, output) by layer and module."""
 
 
 def looped(model: Any, ids: Tensor) -> Variances:
     """The plain way on OLMoE: hooks, then every component projected on its own for every later router. [R], NaN before."""
-    layers = list(model.model.layers)
-    seen: dict[tuple[int, str], Any] = {}
+    layers, seen = list(model.model.layers), observed(model, ids)
+    found: Variances = {}
+    for index, layer in enumerate(layers):
+        found |= _looped_heads(model, layers, seen, index, layer)
+        if index < len(layers) - 1:
+            found |= _looped_experts(layers, seen, index, layer)
+    return found
+
+
+def looped_layers(model: Any, ids: Tensor) -> Variances:
+    """The same by layer: embedding, attention and MoE outputs."""
+    layers, seen = list(model.model.layers), observed(model, ids)
+    parts = {"embedding": (0, seen[0, "layer"][0][0])}
+    for index in range(len(layers)):
+        parts[f"attn.{index}"] = (index, seen[index, "o_proj"][1])
+        if index < len(layers) - 1:
+            parts[f"moe.{index}"] = (index + 1, seen[index, "experts"][1])
+    found: Variances = {}
+    for name, (first, part) in parts.items():
+        row = torch.full((len(layers),), float("nan"))
+        for receiver in range(first, len(layers)):
+            row[receiver] = _variance(layers, seen, receiver, part.flatten(0, -2))
+        found[name] = row
+    return found
+
+
+def observed(model: Any, ids: Tensor) -> Seen:
+    seen: Seen = {}
     hooks = [
         module.register_forward_hook(lambda _, args, output, key=(index, name): seen.update({key: (args, output)}))
-        for index, layer in enumerate(layers)
+        for index, layer in enumerate(model.model.layers)
         for name, module in (
+            ("layer", layer),
             ("o_proj", layer.self_attn.o_proj),
             ("experts", layer.mlp.experts),
             ("norm", layer.post_attention_layernorm),
@@ -134,17 +208,12 @@ def looped(model: Any, ids: Tensor) -> Variances:
         model(input_ids=ids, use_cache=False)
     for hook in hooks:
         hook.remove()
-    found: Variances = {}
-    for index, layer in enumerate(layers):
-        found |= _looped_heads(model, layers, seen, index, layer)
-        if index < len(layers) - 1:
-            found |= _looped_experts(layers, seen, index, layer)
-    return found
+    return seen
 
 
-def _variance(
-    layers: list[Any], seen: dict[tuple[int, str], Any], receiver: int, part: Tensor, tokens: Any = None
-) -> Tensor:
+def _variance(layers: list[Any], seen: Seen, receiver: int, part: Tensor, tokens: Any = None) -> Tensor:
+    if not len(part):
+        return part.new_zeros(())
     norm = layers[receiver].post_attention_layernorm
     z = seen[receiver, "norm"][0][0].flatten(0, 1)
     scale = torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
@@ -153,7 +222,7 @@ def _variance(
     return scores.var(-1, unbiased=False).sum()
 
 
-def _looped_heads(model: Any, layers: list[Any], seen: dict[tuple[int, str], Any], index: int, layer: Any) -> Variances:
+def _looped_heads(model: Any, layers: list[Any], seen: Seen, index: int, layer: Any) -> Variances:
     found = {}
     heads = seen[index, "o_proj"][0][0].flatten(0, 1).chunk(model.config.num_attention_heads, dim=-1)
     weights = layer.self_attn.o_proj.weight.chunk(model.config.num_attention_heads, dim=1)
@@ -166,7 +235,7 @@ def _looped_heads(model: Any, layers: list[Any], seen: dict[tuple[int, str], Any
     return found
 
 
-def _looped_experts(layers: list[Any], seen: dict[tuple[int, str], Any], index: int, layer: Any) -> Variances:
+def _looped_experts(layers: list[Any], seen: Seen, index: int, layer: Any) -> Variances:
     found = {}
     experts = layer.mlp.experts
     hidden, ids, weights = seen[index, "experts"][0]
@@ -186,14 +255,31 @@ def _looped_experts(layers: list[Any], seen: dict[tuple[int, str], Any], index: 
     return found
 
 
-def largest_difference(model: Any, ids: Tensor) -> float:
-    """Over the levels: largest difference of a variance sum, of the level's largest."""
-    expected, found = looped(model, ids), folded(model, ids)
+def check(shape: Mapping[str, int]) -> list[Equal]:
+    """As the job that `run` starts with."""
+    model, rows = _case(2, shape)
+    return equal_numbers(model, rows[0])
+
+
+def equal_numbers(model: Any, ids: Tensor) -> list[Equal]:
+    """Variance sums of all components at all receivers, folded against looped, of the largest of their level and receiver."""
+    expected, found = looped(model, ids) | looped_layers(model, ids), folded(model, ids)
     if set(expected) != set(found):
         raise RuntimeError(f"components differ: {sorted(set(expected) ^ set(found))[:3]}")
-    worst = 0.0
-    for level in ("head", "expert", "neuron"):
-        names = [name for name in expected if name.split(".")[-2] == level]
-        both = [torch.stack([side[name] for name in names]).nan_to_num(0.0) for side in (found, expected)]
-        worst = max(worst, float((both[0] - both[1]).abs().max() / both[1].max()))
-    return worst
+    checked = []
+    for level in LEVELS:
+        names = [name for name in expected if level_of(name) == level]
+        ours, theirs = (torch.stack([side[name] for name in names]) for side in (found, expected))
+        if not torch.equal(ours.isnan(), theirs.isnan()):
+            raise RuntimeError(f"variances by {level}: other senders reach the receivers")
+        for receiver in range(theirs.shape[1]):
+            one, other = ours[:, receiver].nan_to_num(0.0), theirs[:, receiver].nan_to_num(0.0)
+            if float(other.max()) > 0:
+                error = float((one - other).abs().max() / other.max())
+                checked.append(within(f"variances by {level} at receiver {receiver}", error, TOLERANCE))
+    return checked
+
+
+def level_of(name: str) -> str:
+    pieces = name.split(".")
+    return pieces[-2] if len(pieces) > 2 else "layer"

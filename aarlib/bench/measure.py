@@ -4,7 +4,6 @@ A variant is an importable function "package.module:function" that takes JSON-ab
 returns the call to be timed.
 """
 
-import importlib
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
-from aarlib.bench.process import GIB, peak_gib, run_job
+from aarlib.bench.process import GIB, local, peak_gib, run_job
 
 REPEATS = 5
 
@@ -32,15 +31,12 @@ def measure(variant: str, settings: Mapping[str, Any], threads: int = 1, repeats
     """Run `variant` in a new process with `threads` threads; a failure there is a RuntimeError with its last lines."""
     request = {"variant": variant, "settings": dict(settings), "repeats": repeats}
     found = run_job("aarlib.bench.measure:measured", request, threads)
-    assert isinstance(found, dict)
     return Measurement(**found)
 
 
 def measured(variant: str, settings: Mapping[str, Any], repeats: int) -> dict[str, Any]:
     """The measurement in this process, as the job that `measure` runs."""
-    module, _, name = variant.partition(":")
-    prepare = getattr(importlib.import_module(module), name)
-    return _timed(prepare(**settings), repeats)._asdict()
+    return _timed(local(variant, settings), repeats)._asdict()
 
 
 def mid_model(seed: int = 0, **changes: Any) -> OlmoeForCausalLM:

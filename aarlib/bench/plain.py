@@ -30,6 +30,13 @@ class PlainRouter(nn.Module):
         return (1 - sum(gates) / 2) * standard + sum(gated) / 2
 
 
+def cut(weights_BHSN: Tensor, window: int) -> Tensor:
+    """[B, S, M]: the last `window` weights of each token's head mean."""
+    mean = weights_BHSN.float().mean(1)
+    columns = torch.arange(mean.shape[1], device=mean.device)[:, None] + torch.arange(window, device=mean.device)
+    return pad(mean, (window - 1, 0)).gather(2, columns.expand(mean.shape[0], -1, -1))
+
+
 class PlainAAR(nn.Module):
     """A frozen OLMoE in eager attention with trained routers put in by hooks; `parameters_of` maps a layer to its tensors."""
 
@@ -59,10 +66,7 @@ class PlainAAR(nn.Module):
 
     def _keep_windows(self, index: int, window: int) -> Any:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
-            mean = output[1].float().mean(1)  # [B, S, S]
-            length = mean.shape[1]
-            columns = torch.arange(length, device=mean.device)[:, None] + torch.arange(window, device=mean.device)
-            self._windows[index] = pad(mean, (window - 1, 0)).gather(2, columns.expand(mean.shape[0], -1, -1))
+            self._windows[index] = cut(output[1], window)
 
         return hook
 

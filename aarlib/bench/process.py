@@ -1,6 +1,6 @@
 """Measure in a process of its own, or several ways side by side in one: on a shared machine only turns taken together compare.
 
-A job is an importable function "package.module:function" from JSON-able settings to a JSON-able dict.
+A job is an importable function "package.module:function" from JSON-able settings to something JSON-able.
 """
 
 import importlib
@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,9 +48,16 @@ def take_turns(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str,
     return turns
 
 
-def ratio(ours: Turns, plain: Turns) -> float:
-    """Median over the rounds of ours / plain, in CPU seconds."""
-    return statistics.median(a / b for a, b in zip(ours.cpu, plain.cpu, strict=True))
+class Spread(NamedTuple):
+    median: float
+    low: float
+    high: float
+
+
+def ratios(ours: Sequence[float], plain: Sequence[float]) -> Spread:
+    """Of ours / plain, turn by turn."""
+    values = [a / b for a, b in zip(ours, plain, strict=True)]
+    return Spread(statistics.median(values), min(values), max(values))
 
 
 def extra_peak(call: Callable[[], Any]) -> float:
@@ -73,10 +80,11 @@ def _status_kib(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {field}")
 
 
-def run_job(
-    job: str, settings: Mapping[str, Any], threads: int = 1, limit_gib: float | None = None
-) -> dict[str, Any] | OutOfMemory:
-    """The job's dict, from a new process with `threads` threads that may hold `limit_gib`; RuntimeError where it fails."""
+def run_job(job: str, settings: Mapping[str, Any], threads: int = 1, limit_gib: float | None = None) -> Any:
+    """What the job returns, from a new process with `threads` threads that may hold `limit_gib`, else OutOfMemory.
+
+    RuntimeError where it fails.
+    """
     request = json.dumps({"job": job, "settings": dict(settings), "threads": threads, "limit_gib": limit_gib})
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-m", "aarlib.bench.process"]
@@ -86,6 +94,12 @@ def run_job(
     if limit_gib is not None and (any(text in result.stderr for text in NO_MEMORY) or "MemoryError" in result.stderr):
         return OutOfMemory(limit_gib)
     raise RuntimeError(f"{job} failed: {result.stderr[-2000:]}")
+
+
+def local(job: str, settings: Mapping[str, Any]) -> Any:
+    """The job in this process."""
+    module, _, name = job.partition(":")
+    return getattr(importlib.import_module(module), name)(**settings)
 
 
 def free_gib() -> float:
@@ -104,8 +118,7 @@ def _main() -> None:
     if request["limit_gib"] is not None:
         limit = int(request["limit_gib"] * GIB)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    module, _, name = request["job"].partition(":")
-    result = getattr(importlib.import_module(module), name)(**request["settings"])
+    result = local(request["job"], request["settings"])
     sys.stdout.write(f"\n{json.dumps(result)}\n")
 
 

@@ -6,7 +6,7 @@ ours: the frozen model in its own attention, aarlib's routers, AdamW. plain: Hug
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +14,11 @@ from torch import Tensor
 
 from aarlib.aar.attach import RoutingHandle, attach_aar
 from aarlib.aar.config import AARConfig, RouterSFTConfig
+from aarlib.bench.chart import by_length
+from aarlib.bench.claims import Claim, Equal, Part, paired, within
 from aarlib.bench.measure import mid_model
 from aarlib.bench.plain import PlainAAR
-from aarlib.bench.process import OutOfMemory, Turns, extra_peak, ratio, run_job, take_turns
+from aarlib.bench.process import OutOfMemory, Turns, extra_peak, run_job, take_turns
 from aarlib.moe.anatomy import anatomy
 from aarlib.training.objectives import next_token_ce
 
@@ -27,6 +29,9 @@ WAYS = ("routing only", "aar", "plain")
 TARGETS = {512: 1.10, 2048: 1.12}
 """AAR step over routing-only step, by sequence length."""
 LOSS_TOLERANCE = 1e-4
+GRADIENT_TOLERANCE = 1e-4
+CHECKED_LENGTH = 512
+"""Equal numbers are asserted at this length or below, where materialised attention fits; first losses at every length."""
 
 
 def rows_of(model: Any, batch: int, length: int) -> Tensor:
@@ -39,6 +44,11 @@ def config_of(model: Any, window_grad: bool = True) -> AARConfig:
     return AARConfig(layers=layers[len(layers) // 2 :], window=WINDOW, window_grad=window_grad)
 
 
+class Gradients(NamedTuple):
+    loss: float
+    by_name: dict[str, Tensor]
+
+
 class Stepper:
     """One optimizer step a call, on the same rows; `handle` is enabled for it alone."""
 
@@ -49,12 +59,28 @@ class Stepper:
         self.handle.enabled = False
 
     def __call__(self) -> float:
+        loss = self._backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def gradients(self) -> Gradients:
+        """Without a step; by parameter name, as layer.tensor."""
+        loss = self._backward()
+        found = {
+            f"{index}.{name}": parameter.grad.clone()
+            for index, router in self.handle.routers.items()
+            for name, parameter in router.named_parameters()
+            if parameter.grad is not None
+        }
+        self.optimizer.zero_grad()
+        return Gradients(loss, found)
+
+    def _backward(self) -> float:
         self.handle.enabled = True
         rows = next_token_ce(self.model, {"input_ids": self.ids, "labels": self.ids})
         loss = rows.ce_sum.sum() / rows.num_targets.sum()
         loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
         self.handle.enabled = False
         return float(loss.detach())
 
@@ -129,19 +155,41 @@ def _in_the_trainer(model: Any, ids: Tensor, steps: int) -> dict[str, Any]:
     return {"loss": losses[0], "extra_gib": peak, "wall": turns.wall[1:], "cpu": turns.cpu[1:]}
 
 
-class Row(NamedTuple):
-    length: int
-    batch: int
-    turns: dict[str, Turns]
-    memory_gib: dict[str, float | None]
-    """None: out of memory."""
+def check(length: int, batch: int, **shape: int) -> list[Equal]:
+    """Before anything is timed: first loss and router gradients of ours and of the plain way, windows constant and not."""
+    model = mid_model(**shape)
+    ids = rows_of(model, batch, length)
+    ours = Stepper(model, config_of(model), ids)
+    loss, found = ours.gradients()
+    ours.handle.detach()
+    constant = Stepper(model, config_of(model, window_grad=False), ids)
+    checked = [within("first loss, windows constant", abs(constant.gradients()[0] - loss), LOSS_TOLERANCE)]
+    constant.handle.detach()
+    plain = plain_model(model)
+    first = plain(ids, ids)["loss"]
+    first.backward()
+    expected = {
+        name: parameter.grad for name, parameter in plain.routers.named_parameters() if parameter.grad is not None
+    }
+    checked.append(within("first loss, ours and the Trainer's", abs(float(first.detach()) - loss), LOSS_TOLERANCE))
+    if set(expected) != set(found):
+        raise RuntimeError(f"other parameters are trained: {sorted(set(expected) ^ set(found))[:3]}")
+    largest = max(float(gradient.abs().max()) for gradient in found.values())
+    worst = max(float((found[name] - gradient).abs().max()) for name, gradient in expected.items())
+    if not largest > 0:
+        raise RuntimeError("the gradients are zero; the comparison would show nothing")
+    return [*checked, within("router gradients, of the largest", worst / largest, GRADIENT_TOLERANCE)]
 
-    def ratios(self) -> dict[str, float]:
-        only = self.turns["routing only"]
-        values = {f"{name} / routing only": ratio(self.turns[name], only) for name in self.turns if name[:3] == "aar"}
-        if "plain" in self.turns:
-            values["plain / aar"] = self.turns["plain"].seconds / self.turns["aar"].seconds
-        return values
+
+def claims_of(length: int, turns: Mapping[str, Turns]) -> list[Claim]:
+    at, only = f"{length} tokens", turns["routing only"]
+    found = [
+        paired("aar / routing only", turns["aar"], only, target=TARGETS.get(length), at=at),
+        paired("aar, windows constant / routing only", turns["aar, windows constant"], only, at=at),
+    ]
+    if turns.get("plain", Turns([], [])).wall:
+        found.append(paired("Trainer with eager attention / aar", turns["plain"], turns["aar"], at=at))
+    return found
 
 
 def run(
@@ -152,26 +200,44 @@ def run(
     tokens: int,
     progress: Callable[[str], None] = lambda _: None,
     **shape: int,
-) -> list[Row]:
+) -> Iterator[Part]:
     """Every length with `tokens` tokens a step (at least one row). RuntimeError where ours and plain start at other losses."""
-    rows = []
+    checked: dict[int, list[Equal]] = {}
     for length in lengths:
-        settings = {"length": length, "rounds": rounds, "batch": max(1, tokens // length), **shape}
-        progress(f"length {length}: turns of our steps")
-        found = run_job(f"{JOB}:timings", settings, threads)
-        assert not isinstance(found, OutOfMemory)
-        turns = {name: Turns(*values) for name, values in found.items()}
-        peaks: dict[str, float | None] = {}
-        losses = {}
-        for way in WAYS:
-            progress(f"length {length}: {way} in its own process")
-            result = run_job(f"{JOB}:memory", {**settings, "way": way}, threads, limit_gib)
-            peaks[way] = None if isinstance(result, OutOfMemory) else result["extra_gib"]
-            if not isinstance(result, OutOfMemory):
-                losses[way] = result["loss"]
-                if result["wall"]:
-                    turns[way] = Turns(result["wall"], result["cpu"])
-        if "plain" in losses and not abs(losses["plain"] - losses["aar"]) < LOSS_TOLERANCE:
-            raise RuntimeError(f"length {length}: first losses differ: aar {losses['aar']}, plain {losses['plain']}")
-        rows.append(Row(length, settings["batch"], turns, peaks))
-    return rows
+        short = min(length, CHECKED_LENGTH)
+        if short not in checked:
+            progress(f"equal numbers at {short} tokens")
+            result = run_job(f"{JOB}:check", {"length": short, "batch": 2, **shape}, threads)
+            checked[short] = [Equal(*item) for item in result]
+            yield Part(f"equal at {short} tokens", checked[short])
+    for length in lengths:
+        yield _part(length, rounds, threads, limit_gib, max(1, tokens // length), progress, shape)
+
+
+def _part(
+    length: int,
+    rounds: int,
+    threads: int,
+    limit_gib: float,
+    batch: int,
+    progress: Callable[[str], None],
+    shape: Mapping[str, int],
+) -> Part:
+    settings = {"length": length, "rounds": rounds, "batch": batch, **shape}
+    losses, peaks, turns = {}, {}, {}
+    for way in WAYS:
+        progress(f"length {length}: {way} in its own process")
+        result = run_job(f"{JOB}:memory", {**settings, "way": way}, threads, limit_gib)
+        peaks[way] = None if isinstance(result, OutOfMemory) else result["extra_gib"]
+        if not isinstance(result, OutOfMemory):
+            losses[way] = result["loss"]
+            if result["wall"]:
+                turns[way] = Turns(result["wall"], result["cpu"])
+    checked = []
+    if "plain" in losses:
+        error = abs(losses["plain"] - losses["aar"])
+        checked.append(within(f"first loss at {length} tokens, ours and the Trainer's", error, LOSS_TOLERANCE))
+    progress(f"length {length}: turns of our steps")
+    found = run_job(f"{JOB}:timings", settings, threads)
+    turns = {name: Turns(*values) for name, values in found.items()} | turns
+    return Part(f"{length} tokens", checked, claims_of(length, turns), by_length(length, batch, turns, peaks))

@@ -13,18 +13,22 @@ SMALL = {
 }
 
 
-def test_both_ways_give_equal_numbers_and_unequal_ones_are_noticed():
+def test_both_ways_give_equal_numbers_and_unequal_ones_are_noticed(monkeypatch):
     model = mid_model(initializer_range=0.2, **SMALL)
-    bench.check(model, window=24, layers=(1, 7), horizon=5)
+    bench.equal_numbers(model, window=24, layers=(1, 7), horizon=5)
     losses = bench.whole_forward(model, bench.tokens(model, 24), 12, 1, 5)
     assert (losses - losses[0]).abs().max() > 1e-3
-    with pytest.raises(RuntimeError, match="x: the two ways differ by"):
-        bench._equal("x", losses, losses + 1e-3)
+    stock = bench.whole_forward
+    monkeypatch.setattr(bench, "whole_forward", lambda *args: stock(*args) + 1e-3)
+    with pytest.raises(RuntimeError, match="losses of the actions, exact: the two ways differ by"):
+        bench.equal_numbers(model, window=24, layers=(1, 7), horizon=5)
 
 
 def test_the_plain_way_times_the_samples_it_says():
-    assert len(bench._positions()) == bench.NUM_POSITIONS == len(set(bench._positions()))
-    assert max(bench._positions()) < bench.WINDOW - bench.HORIZON
+    settings = bench.Settings()
+    positions = bench.positions_of(settings)
+    assert len(positions) == settings.positions == len(set(positions)) == 64
+    assert max(positions) < settings.window - settings.horizon
 
 
 def example_variant(size: int):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from aarlib.bench import capture, gpu, train
-from aarlib.bench.measure import mid_model
-from aarlib.bench.process import OutOfMemory, Turns, extra_peak, ratio, run_job, take_turns
+from aarlib.bench.plain import PlainAAR
+from aarlib.bench.process import OutOfMemory, Turns, extra_peak, ratios, run_job, take_turns
 from aarlib.moe.anatomy import active_parameters
 from aarlib.moe.loading import load_config
 from pipelines import bench
@@ -24,47 +24,55 @@ SHAPE = {"heads": 2, "head_dim": 16, "window": 8}
 
 
 def test_the_ways_of_capture_agree_and_have_their_turns():
-    turns = capture.timings(96, 2, True, **SHAPE)
+    found = capture.timings(96, 2, True, **SHAPE)
+    turns = found["turns"]
     assert set(turns) >= {"plain", "ours", "eager", "ours, backward", "ours, backward, windows constant"}
     assert all(len(wall) == len(cpu) == 2 for wall, cpu in turns.values())
-    row = capture.Row(96, {name: Turns(*values) for name, values in turns.items()}, {})
-    assert set(capture.TARGETS) < set(row.ratios()) and all(value > 0 for value in row.ratios().values())
+    claims = capture.claims_of(96, {name: Turns(*values) for name, values in turns.items()})
+    assert set(capture.TARGETS) < {claim.name for claim in claims} and all(claim.value > 0 for claim in claims)
+    assert sum(item.what.startswith("gradient of the ") for item in found["equal"]) == 6
 
 
 def test_ways_that_differ_are_caught(monkeypatch):
-    monkeypatch.setattr(capture, "eager", lambda case: [value * 1.01 for value in capture.ours(case)])
-    with pytest.raises(RuntimeError, match="ours and eager attention differ by"):
+    stock = capture.ours
+    monkeypatch.setattr(capture, "ours", lambda *args: (stock(*args)[0], stock(*args)[1] * 1.01))
+    with pytest.raises(RuntimeError, match="windows, ours and eager: the two ways differ by"):
         capture.check(64, 2, 16, 8)
 
 
-def test_gradients_of_ours_and_eager_agree():
-    case = capture.problem(64, 2, 16, 8)
-    gradients = [
-        torch.autograd.grad(way(case), case[:3], (case.grad_output, case.grad_windows))
-        for way in (capture.ours, capture.eager)
-    ]
-    for found, expected in zip(*gradients, strict=True):
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+def test_a_lost_gradient_is_caught(monkeypatch):
+    stock = capture.ours
+
+    def without_windows(case, window_grad=True):
+        output, windows = stock(case, window_grad)
+        return output, windows.detach() + 0 * output.sum()
+
+    monkeypatch.setattr(capture, "ours", without_windows)
+    with pytest.raises(RuntimeError, match="gradient of the query, with the windows' gradient"):
+        capture.check(64, 2, 16, 8)
 
 
-def test_the_plain_way_starts_at_the_same_loss_and_gradients():
-    model = mid_model(**TINY)
-    ids = train.rows_of(model, 2, 48)
-    stepper = train.Stepper(model, train.config_of(model), ids)
-    expected = stepper()
-    stepper.handle.detach()
-    plain = train.plain_model(model)
-    loss = plain(ids, ids)["loss"]
-    assert abs(float(loss.detach()) - expected) < 1e-5
-    loss.backward()
-    assert all(parameter.grad is not None for parameter in plain.routers.parameters())
+def test_a_plain_way_that_starts_elsewhere_is_caught(monkeypatch):
+    checked = train.check(48, 2, **TINY)
+    assert len(checked) == 3 and all(item.error <= item.tolerance for item in checked)
+    monkeypatch.setattr(train, "plain_model", lambda model: PlainAAR(model, moved(train, model), train.WINDOW))
+    with pytest.raises(RuntimeError, match="first loss, ours and the Trainer's: the two ways differ"):
+        train.check(48, 2, **TINY)
+
+
+def moved(bench, model):
+    """The tensors of the plain way, the layers' changed."""
+    handle = bench.attach_aar(model, bench.config_of(model), seed=0)
+    found = {i: {n: p + 1 for n, p in router.named_parameters()} for i, router in handle.routers.items()}
+    handle.detach()
+    return found
 
 
 def test_turns_alternate_and_ratios_are_paired():
     order = []
     turns = take_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2)
     assert "".join(order) == "ababab" and len(turns["a"].wall) == 2
-    assert ratio(Turns([1, 1, 1], [2, 4, 9]), Turns([1, 1, 1], [1, 2, 3])) == 2
+    assert ratios([2, 4, 9], [1, 2, 3]) == (2, 2, 3)
 
 
 def test_extra_peak_sees_what_a_call_takes_and_gives_back():
@@ -88,19 +96,50 @@ def test_a_job_out_of_memory_is_told_from_one_that_fails():
         run_job("aarlib.bench.capture:memory", {**settings, "way": "none"}, limit_gib=1.0)
 
 
-def test_steps_of_the_gpu_script_on_a_small_model():
+@pytest.fixture(scope="module")
+def small():
     config = load_config("olmoe", geometry=bench.OLMOE)
     for name, value in bench.TINY_OLMOE.items():
         setattr(config, name, value)
-    device = torch.device("cpu")
-    model = gpu.build(config, device, torch.bfloat16)
-    stock = model(input_ids=torch.arange(3, 9)[None]).logits
-    rows = list(gpu.steps(model, (32,), 64, (1,), 8, gpu.matmul_rate(device, torch.bfloat16, 64), repeats=1))
-    assert [row.way for row in rows] == ["routing only", "aar", "plain"]
-    assert all(row.batch == 2 and row.seconds and row.rate_share for row in rows)
-    assert torch.equal(model(input_ids=torch.arange(3, 9)[None]).logits, stock)
+    return gpu.build(config, torch.device("cpu"), torch.bfloat16)
+
+
+def test_steps_of_the_gpu_script_on_a_small_model(small):
+    stock = small(input_ids=torch.arange(3, 9)[None]).logits
+    rate = gpu.matmul_rate(torch.device("cpu"), torch.bfloat16, 64)
+    ids = train.rows_of(small, 2, 32)
+    rows = [gpu.measured_step(small, way, ids, (1,), 8, rate, 1) for way in ("routing only", "aar", "plain")]
+    assert all(row.batch == 2 and row.turns.seconds > 0 and row.rate_share for row in rows)
+    assert torch.equal(small(input_ids=torch.arange(3, 9)[None]).logits, stock)
+    names = [claim.name for claim in gpu.claims_of(rows) if claim.target is not None]
+    assert names == ["aar / routing only", "share of the matmul rate, aar"]
     dense = 2 * (4 * 64 * 64 + 4 * 64 + 8 * 64) + 64 + 128 * 64
-    assert active_parameters(model) == dense + 2 * 2 * 3 * 64 * 32
+    assert active_parameters(small) == dense + 2 * 2 * 3 * 64 * 32
+
+
+def test_the_gpu_script_compares_before_it_times_and_gives_the_dtype_back(small, monkeypatch):
+    before = {name: value.clone() for name, value in small.state_dict().items()}
+    checked = gpu.equal_numbers(small, (1,), 8, length=40)
+    assert [item.tolerance for item in checked] == [0.0, 1e-5, train.LOSS_TOLERANCE, train.GRADIENT_TOLERANCE]
+    assert all(torch.equal(value, before[name]) for name, value in small.state_dict().items())
+    stock = gpu.cut
+    monkeypatch.setattr(gpu, "cut", lambda *args: stock(*args) * 1.1)
+    with pytest.raises(RuntimeError, match="windows and eager attention weights in float32: the two ways differ"):
+        gpu.equal_numbers(small, (1,), 8, length=40)
+
+
+def test_a_part_that_no_longer_fits_is_skipped_and_said(small, monkeypatch):
+    monkeypatch.setattr(gpu, "build", lambda *_: small)
+    plan = gpu.Plan((1,), (32,), 64, 1, 64, budget_s=50.0, window=8)
+    parts = list(gpu.run(None, torch.device("cpu"), plan, lambda model, dtype: gpu.Part(f"doctor, {dtype}")))
+    assert [(part.name, bool(part.skipped)) for part in parts] == [
+        ("equal", False),
+        ("routing only, aar, 32 tokens", False),
+        ("doctor, torch.bfloat16", False),
+        ("plain steps at 32", True),
+        ("doctor in float32", True),
+    ]
+    assert parts[0].equal and "it may take 60 s" in parts[-1].skipped
 
 
 def test_the_gpu_script_refuses_the_large_model_on_a_cpu(monkeypatch, capsys):
@@ -110,19 +149,21 @@ def test_the_gpu_script_refuses_the_large_model_on_a_cpu(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["capture", "train"])
-def test_the_verb_writes_numbers_and_a_picture(name, tmp_path, capsys):
-    arguments = ["--lengths", "64", "--rounds", "2", "--threads", "1", "--tiny", "--out", str(tmp_path)]
-    assert bench.main([name, *arguments, "--memory-limit", "4"]) == 0
-    record = json.loads((tmp_path / f"{name}.json").read_text())
-    assert [row["length"] for row in record["rows"]] == [64] and record["load_average"]
-    assert (tmp_path / f"{name}.png").stat().st_size > 10_000
-    assert "extra memory" in capsys.readouterr().out
+def test_the_verb_measures_in_processes_of_its_own(tmp_path, capsys):
+    out = tmp_path / "capture.json"
+    arguments = ["--lengths", "64", "--rounds", "2", "--threads", "1", "--tiny", "--out", str(out)]
+    assert bench.main(["capture", *arguments, "--memory-limit", "4"]) == 0
+    record = json.loads(out.read_text())
+    assert [row["length"] for row in bench.lengths_in(record)] == [64] and record["load_average"]
+    assert (tmp_path / "capture.png").stat().st_size > 10_000
+    assert "extra peak of ours" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_the_gpu_script_runs_whole_at_a_tiny_size(tmp_path):
-    assert bench.main(["gpu", "--tiny", "--lengths", "32", "--rounds", "1", "--out", str(tmp_path)]) == 0
-    record = json.loads((tmp_path / "gpu.json").read_text())
-    assert {row["dtype"] for row in record["doctor"]} == {"torch.bfloat16", "torch.float32"}
-    assert all(row["passed"] for row in record["doctor"] if row["dtype"] == "torch.float32")
+    out = tmp_path / "gpu.json"
+    assert bench.main(["gpu", "--tiny", "--lengths", "32", "--rounds", "1", "--out", str(out)]) == 0
+    record = json.loads(out.read_text())
+    doctors = [part for part in record["details"].values() if "findings" in part]
+    assert {part["dtype"] for part in doctors} == {"torch.bfloat16", "torch.float32"}
+    assert all(row["passed"] for row in doctors[1]["findings"]) and not record["skipped"]

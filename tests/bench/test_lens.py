@@ -13,14 +13,26 @@ def model():
     return mid_model(num_hidden_layers=3, **shape)
 
 
-def test_folded_and_looped_variances_are_equal(model):
-    assert lens.largest_difference(model, lens.batches(2)[0]) < 1e-4
+def test_folded_and_looped_variances_are_equal_at_every_receiver(model):
+    checked = lens.equal_numbers(model, lens.batches(2)[0])
+    assert all(item.error < 1e-5 for item in checked)
+    assert (
+        sum("by layer" in item.what for item in checked) == 3 and sum("by neuron" in item.what for item in checked) == 2
+    )
 
 
-def test_a_variance_that_is_off_is_seen(model, monkeypatch):
+@pytest.mark.parametrize("level", lens.LEVELS)
+def test_a_variance_that_is_off_is_seen(model, monkeypatch, level):
     stock = lens.folded
-    monkeypatch.setattr(lens, "folded", lambda *args: {name: 1.1 * values for name, values in stock(*args).items()})
-    assert lens.largest_difference(model, lens.batches(2)[0]) > 0.05
+
+    def off(*args):
+        return {n: values * (1.1 if lens.level_of(n) == level else 1.0) for n, values in stock(*args).items()}
+
+    monkeypatch.setattr(lens, "folded", off)
+    with pytest.raises(
+        RuntimeError, match=f"variances by {level} at receiver . the two ways differ".replace(" . ", " .: ")
+    ):
+        lens.equal_numbers(model, lens.batches(2)[0])
 
 
 def test_documents_come_in_batches_of_32():
