@@ -1,5 +1,5 @@
 """A saved tiny checkpoint of each family through train, evaluate, audit and decompose: real verbs on shipped configs, only model
-and sizes overridden. `make families` runs all eight and prints a table; the tests run three.
+and sizes overridden. `make families` runs all eight and writes docs/families.md; the tests run three.
 
 python -m tests.families [FAMILY ...]
 """
@@ -7,16 +7,20 @@ python -m tests.families [FAMILY ...]
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
+from aarlib.config import write_text_atomically
 from aarlib.moe.anatomy import anatomy
 from pipelines import audit, decompose, evaluate, train
 from tests.runtime.conversations import save_model
 from tests.tiny import FAMILIES, tiny_model
 
-CONFIGS = Path(__file__).parents[1] / "pipelines" / "configs"
+ROOT = Path(__file__).parents[1]
+CONFIGS, PAGE = ROOT / "pipelines" / "configs", ROOT / "docs" / "families.md"
+PACKAGES = ("aarlib", "torch", "transformers", "ray", "deepspeed", "lm_eval")
 
 
 class Verb(NamedTuple):
@@ -74,12 +78,23 @@ def run(family: str, folder: Path) -> dict[str, bool]:
     return passed
 
 
-def table(results: dict[str, dict[str, bool]]) -> str:
+def table(results: Mapping[str, Mapping[str, bool]]) -> str:
     names = [verb.name for verb in VERBS]
     lines = [f"| family | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for family, passed in results.items():
         lines.append(f"| {family} | {' | '.join('yes' if passed[name] else 'no' for name in names)} |")
     return "\n".join(lines)
+
+
+def page(results: Mapping[str, Mapping[str, bool]]) -> str:
+    versions = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
+    return (
+        "# Families through the verbs\n\n"
+        "Written by `make families`: a tiny random model of each family, saved as a checkpoint, goes through the verbs with the\n"
+        f"shipped configs ({', '.join(dict.fromkeys(verb.config for verb in VERBS))}), only the model's place and sizes\n"
+        "overridden, in float32 on CPUs. It says that the whole path runs, not what a real checkpoint of the family would do.\n\n"
+        f"{table(results)}\n\nWith {versions}.\n"
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -88,6 +103,8 @@ def main(argv: Sequence[str]) -> int:
         with tempfile.TemporaryDirectory() as folder:
             results[family] = run(family, Path(folder))
     print(f"\n{table(results)}")
+    if set(results) == set(FAMILIES):
+        write_text_atomically(PAGE, page(results))
     return 0 if all(all(passed.values()) for passed in results.values()) else 1
 
 
