@@ -63,10 +63,11 @@ class Anatomy:
 def anatomy(model: nn.Module, family: Family | None = None) -> Anatomy:
     """Locate layers, routers, experts, attention and norms of a Hugging Face causal MoE model.
 
-    `family` is a row of your own for a family that is not in the table. Raises ValueError on an unknown family, or where the
-    model does not have what its row says.
+    `family` is a row of your own for a family that is not in the table. Raises ValueError on an unknown family, on a quantised
+    model, or where the model does not have what its row says.
     """
     model_config: Any = model.config
+    check_not_quantised(model_config, model_config.name_or_path or model_config.model_type)
     config = model_config.get_text_config()
     family = family or family_of(config.model_type)
     decoder = model.get_decoder()  # pyright: ignore[reportCallIssue]
@@ -89,6 +90,19 @@ def anatomy(model: nn.Module, family: Family | None = None) -> Anatomy:
     )
     output = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
     return Anatomy(family, config, decoder, output, layers, hidden_size, num_experts, top_k, renormalises)
+
+
+def check_not_quantised(config: Any, name: str) -> None:
+    """Also for a model that the user loaded."""
+    quantisation = getattr(config, "quantization_config", None)
+    if quantisation is None:
+        return
+    values = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
+    method = values.get("quant_method", "unknown method")
+    raise ValueError(
+        f"model {name!r} is quantised ({getattr(method, 'value', method)}): routing gradients through quantised "
+        "experts are not supported; use a bfloat16 checkpoint"
+    )
 
 
 def active_parameters(model: nn.Module, family: Family | None = None) -> int:

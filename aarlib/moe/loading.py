@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from aarlib.moe.anatomy import anatomy
+from aarlib.moe.anatomy import anatomy, check_not_quantised
 from aarlib.moe.families import family_of
 
 logger = logging.getLogger("aarlib")
@@ -75,11 +75,7 @@ def freeze(model: nn.Module) -> None:
 def check_config(config: Any, name: str) -> None:
     """Refuse what the seam does not support, before weights are read."""
     family_of(config.get_text_config().model_type)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(
-            f"model {name!r} is quantised ({config.quantization_config.get('quant_method', 'unknown method')}): routing "
-            "gradients through quantised experts are not supported; use a bfloat16 checkpoint"
-        )
+    check_not_quantised(config, name)
 
 
 def load_config(name: str, revision: str | None = None, geometry: str | Path | None = None) -> Any:

@@ -1,9 +1,15 @@
+import json
+
 import pytest
 import torch
+from transformers import AutoConfig, Mxfp4Config
 
+from aarlib.aar import AARConfig, attach_aar
+from aarlib.fdaa import FDAAConfig, attach_fdaa
 from aarlib.moe.anatomy import anatomy
 from aarlib.moe.families import Family
 from aarlib.moe.loading import load_config, load_model
+from aarlib.moe.record import record
 from tests.tiny import FAMILIES, tiny_inputs, tiny_model
 
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -79,6 +85,64 @@ def test_quantised_checkpoints_and_dense_models_are_refused_before_weights_are_r
     model.config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="is quantised"):
         load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+def test_quantised_models_are_refused_by_whatever_takes_a_model(as_object):
+    """transformers keeps a dict before and an object after it has loaded the weights."""
+    model = tiny_model("gpt_oss")
+    model.config.quantization_config = Mxfp4Config() if as_object else {"quant_method": "mxfp4"}
+    for use in (
+        anatomy,
+        lambda model: attach_aar(model, AARConfig(layers=(1,))),
+        lambda model: attach_fdaa(model, FDAAConfig(layers=(1,))),
+        lambda model: record(model, windows=4).__enter__(),
+    ):
+        with pytest.raises(ValueError, match=r"is quantised \(mxfp4\): .* use a bfloat16 checkpoint"):
+            use(model)
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_code_in_a_model_folder_is_never_run(tmp_path, monkeypatch):
+    """With auto_map and a module that raises on import, the native class is loaded."""
+    model = tiny_model("olmoe")
+    model.save_pretrained(tmp_path)
+    _tokenizer().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    classes = {"AutoConfig": "OtherConfig", "AutoModelForCausalLM": "OtherForCausalLM"}
+    config["auto_map"] = {key: f"modeling_other.{name}" for key, name in classes.items()}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "modeling_other.py").write_text('raise RuntimeError("code of the model folder was run")\n')
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    with pytest.raises(RuntimeError, match="code of the model folder was run"):
+        AutoConfig.from_pretrained(tmp_path, trust_remote_code=True)
+    loaded, _ = load_model(str(tmp_path))
+    assert type(loaded) is type(model)
+    inputs = tiny_inputs(model)
+    with torch.no_grad():
+        assert torch.allclose(loaded(**inputs).logits, model(**inputs).logits, atol=1e-5)
+
+
+@families
+def test_train_mode_gives_the_logits_of_eval_mode(family):
+    """No dropout in the families' default configs, so that a trainer which calls train() changes nothing; jitter would."""
+    model = tiny_model(family)
+    inputs = tiny_inputs(model)
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        model.train()
+        assert torch.equal(model(**inputs).logits, expected)
+
+
+def test_router_jitter_acts_in_train_mode_only():
+    """Mixtral's config can ask for it: keep such a model in eval(), as load_model leaves it."""
+    model = tiny_model("mixtral", router_jitter_noise=0.3)
+    inputs = tiny_inputs(model)
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        assert torch.equal(model(**inputs).logits, expected)
+        model.train()
+        assert (model(**inputs).logits - expected).abs().max() > 1e-2
 
 
 def test_a_missing_geometry_is_named():
