@@ -68,11 +68,12 @@ def test_disabled_and_detached_are_the_model_before_bitwise(family, with_aar):
 
 
 @families
-def test_the_kv_cache_gives_the_full_forward(family):
-    model = tiny_model(family)
+@routers
+def test_the_kv_cache_gives_the_full_forward(family, with_aar):
+    model = model_of(family, with_aar)
     handle = identities.attach_random_head(model, scale=1.0)
     for padding in ("none", "left"):
-        inputs = tiny_inputs(model, padding=padding)
+        inputs = tiny_inputs(model, length=12, padding=padding)
         assert identities.head_bite(model, handle, inputs).logits_moved > 1e-2
         assert identities.prefill_against_decode(model, inputs, chunk=1) < 1e-5
 
@@ -105,13 +106,17 @@ def test_the_routed_output_is_the_reweighted_sum_and_experts_run_once(family):
     assert identities.error(outputs[0].reshape(expected.shape), expected) < 1e-6
 
 
-def test_generation_with_the_cache_equals_generation_without():
-    model = tiny_model("olmoe")
-    identities.attach_random_head(model)
-    ids = tiny_inputs(model, batch=1, length=6)["input_ids"]
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
-    with_cache = model.generate(ids, use_cache=True, **options)
-    assert torch.equal(with_cache, model.generate(ids, use_cache=False, **options))
+@families
+@routers
+def test_generation_with_the_cache_equals_generation_without(family, with_aar):
+    model = model_of(family, with_aar)
+    inputs = tiny_inputs(model, length=10, padding="left")
+    options = {**inputs, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    without_head = model.generate(**options)
+    identities.attach_random_head(model, scale=1.0)
+    with_cache = model.generate(use_cache=True, **options)
+    assert torch.equal(with_cache, model.generate(use_cache=False, **options))
+    assert not torch.equal(with_cache, without_head)
 
 
 def test_interventions_act_on_the_new_weights_and_may_change_the_selection():
