@@ -1,11 +1,13 @@
 """Router logits taken apart the plain way: forward hooks, explicit norms, loops. Shares no code with aarlib.lens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
+
+from tests.aar.reference import Reference, spectrum
 
 Scores = dict[int, dict[str, Tensor]]
 
@@ -179,21 +181,44 @@ def experts(seen: Seen, index: int, by_neuron: bool) -> dict[str, Tensor]:
     return pieces
 
 
-def naive_scores(model: Any, inputs: dict[str, Tensor], level: str, receivers: tuple[int, ...]) -> Scores:
-    """Stock routers only."""
+@torch.no_grad()
+def naive_scores(
+    model: Any, inputs: dict[str, Tensor], level: str, receivers: tuple[int, ...], routers: Reference | None = None
+) -> Scores:
+    """Of the stock routers, or of the attention-aware ones of `routers`, which stand on `model` and take one document."""
+    if routers is not None:
+        routers.windows, routers.sink, routers.router_logits = {}, {}, {}
     seen = Seen(model, inputs)
     parts = naive_parts(model, seen, level)
     result: Scores = {}
     for receiver in receivers:
         layer = seen.layers[receiver]
         router = layer.mlp.gate if hasattr(layer.mlp, "gate") else layer.mlp.router
+        tensors = dict(router.named_parameters()) if routers is None else routers.parameters[receiver]
+        factor, views = torch.ones(()), {}
+        if routers is not None and "attention_time" in tensors:
+            factor, views = aware_terms(tensors, seen.inputs[receiver, "router"], routers.windows[receiver])
         found = result[receiver] = {}
         for depth, name, part in parts:
             if depth < 2 * receiver + 1:
                 if not is_flex(model):
                     norm = layer.post_attention_layernorm
                     part = part * gamma(norm) / rms(seen.inputs[receiver, "post_norm"], norm)
-                found[name] = part @ router.weight.T
-        if getattr(router, "bias", None) is not None:
-            found["bias"] = router.bias.expand_as(found["embedding"])
+                found[name] = factor * (part @ tensors["weight"].T)
+        found |= views
+        if tensors.get("bias") is not None:
+            found["bias"] = (factor * tensors["bias"]).expand_as(found["embedding"])
     return result
+
+
+def aware_terms(tensors: Mapping[str, Tensor], hidden: Tensor, windows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """1 - mean alpha [1, S, E], the standard part's factor, and what each of the two views adds, token by token."""
+    rows: dict[str, list[Tensor]] = {"factor": [], "view.time": [], "view.spectrum": []}
+    for token, window in zip(hidden.reshape(-1, hidden.shape[-1]), windows, strict=True):
+        rows["factor"].append(torch.ones(tensors["weight"].shape[0]))
+        for view, features in (("time", window), ("spectrum", spectrum(window))):
+            alpha = torch.sigmoid(tensors[f"gate_{view}"] @ torch.cat([token, features]))
+            rows["factor"][-1] = rows["factor"][-1] - alpha / 2
+            rows[f"view.{view}"].append(alpha * (tensors[f"attention_{view}"].T @ features) / 2)
+    views = {name: torch.stack(values)[None] for name, values in rows.items()}
+    return views.pop("factor"), views

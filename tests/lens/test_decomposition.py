@@ -8,6 +8,7 @@ from aarlib import identities
 from aarlib.lens import decompose
 from aarlib.lens.names import LEVELS, parse
 from aarlib.moe.anatomy import anatomy
+from tests.aar.reference import Reference
 from tests.lens.reference import naive_scores
 from tests.tiny import FAMILIES, tiny_config, tiny_inputs, tiny_model
 
@@ -85,6 +86,28 @@ def test_patched_routers_close_with_their_views_as_components(family, by):
     name = found.components(receiver)[3]
     assert (found.scores(receiver, name) - stock.scores(receiver, "embedding")).abs().max() > 1e-3
     handle.detach()
+
+
+@families
+@pytest.mark.parametrize("by", ["head", "neuron"])
+def test_scores_of_patched_routers_equal_hooks_and_loops(family, by):
+    """Every component carries (1 - mean alpha) of its receiver; the views are what is left."""
+    model = tiny_model(family)
+    handle = identities.default_attach(model, window=6)
+    ids = tiny_inputs(model, batch=1, length=LENGTH)["input_ids"]
+    found = decompose(model, ids, by=by)
+    tensors = {index: dict(router.named_parameters()) for index, router in handle.routers.items()}
+    routers = Reference(tiny_model(family), tensors, 6)
+    last = max(index for index, router in handle.routers.items() if router.views)
+    expected = naive_scores(routers.model, {"input_ids": ids}, by, (last,), routers)[last]
+    assert list(expected) == found.components(last)
+    names = list(expected)
+    for name in [*names[:: 1 + len(names) // 40], "view.time", "view.spectrum"]:
+        torch.testing.assert_close(found.scores(last, name), expected[name], atol=1e-5, rtol=1e-4)
+    total = sum(expected.values())[0]
+    torch.testing.assert_close(total, routers.router_logits[last].detach(), atol=1e-4, rtol=0)
+    stock = naive_scores(tiny_model(family), {"input_ids": ids}, "layer", (last,))[last]
+    assert (expected["embedding"] - stock["embedding"]).abs().max() > 1e-2
 
 
 def test_the_standard_part_of_an_aar_router_carries_its_factor():
