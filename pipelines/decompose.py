@@ -72,7 +72,8 @@ def study(config: LensRunConfig, records: Any, taken: Any, folder: Path) -> dict
     (folder / "figures").mkdir(exist_ok=True)
     layers = senders_of(records, source, "layer")
     maps = {name: layers.frame(name) for name in TITLES}
-    for name, figure in figures(maps, tables, source).items():
+    pairs = taken[taken["record"] == "ioi_pairs"] if len(taken) else None
+    for name, figure in figures(maps, tables, source, pairs=pairs).items():
         (folder / "figures" / f"{name}.svg").write_bytes(as_svg(figure))
         figure.savefig(folder / "figures" / f"{name}.png", dpi=110)
     return results

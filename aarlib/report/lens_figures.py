@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm, TwoSlopeNorm
+from matplotlib.colors import LogNorm, Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
 
 from aarlib.report.figures import LIGHT, MARKERS, Theme
@@ -124,6 +124,26 @@ def heads_of_the_task(tables: dict[str, pd.DataFrame], theme: Theme = LIGHT) -> 
     return figure
 
 
+def head_maps(pairs: pd.DataFrame, head: str, theme: Theme = LIGHT) -> Figure:
+    """A head on one prompt: its attention weights, and the variance of each (query, key) pair's scores at later routers."""
+    part: Any = pairs[pairs["name"] == head]
+    tokens = part.drop_duplicates("query").sort_values("query")["token"].to_list()
+    figure, axes = panels(theme, 2, height=1.4 + 0.28 * len(tokens), width=12.0)
+    titles = {
+        "attention": f"{head}: attention weight",
+        "influence": f"{head}: variance of its scores, all routers",
+    }
+    for axis, (name, title) in zip(axes, titles.items(), strict=True):
+        frame = part.pivot(index="query", columns="key", values=name)
+        frame.index = frame.columns = pd.Index(tokens)
+        largest = float(np.nanmax(frame.to_numpy()))
+        image = heat_map(axis, frame, "viridis", Normalize(0.0, largest), theme, title, named=True)
+        axis.set_xlabel("key")
+        axis.tick_params(axis="x", rotation=90)
+        figure.colorbar(image, ax=axis, shrink=0.8, pad=0.02)
+    return figure
+
+
 def _of(frame: pd.DataFrame, source: str) -> Any:
     return frame[frame["source"] == source]
 
@@ -135,9 +155,13 @@ def _line(axis: Axes, part: Any, along: str, colour: str, marker: str, label: st
 
 
 def figures(
-    maps: Mapping[str, pd.DataFrame], tables: dict[str, pd.DataFrame], source: str, theme: Theme = LIGHT
+    maps: Mapping[str, pd.DataFrame],
+    tables: dict[str, pd.DataFrame],
+    source: str,
+    theme: Theme = LIGHT,
+    pairs: pd.DataFrame | None = None,
 ) -> dict[str, Figure]:
-    """`maps`: sender x receiver frames by the names of TITLES."""
+    """`maps`: sender x receiver frames by the names of TITLES; `pairs`: both maps of the heads on one prompt."""
     found = {
         "sender_maps": sender_maps(maps, theme),
         "ranked_senders": ranked_senders(tables, source, theme),
@@ -147,4 +171,6 @@ def figures(
         found["removal"] = removal(tables, theme)
     if "ioi_heads" in tables:
         found["ioi_heads"] = heads_of_the_task(tables, theme)
+        if pairs is not None and len(pairs):
+            found["ioi_maps"] = head_maps(pairs, tables["ioi_heads"].iloc[0]["head"], theme)
     return found

@@ -270,18 +270,37 @@ def _count_records(reading: Reading) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def is_for_choosing(unit_id: str) -> bool:
-    """Units with an even number: what round two takes away is chosen on them, and measured on the others."""
-    return int(unit_id.rsplit("-", 1)[1]) % 2 == 0
+def measured_documents(units: Sequence[Mapping[str, Any]], source: str) -> set[str]:
+    """Every second block of a source's documents, all their pieces: what round two takes away is measured on these."""
+    first: dict[str, int] = {}
+    for number, unit in enumerate(unit for unit in units if unit["source"] == source):
+        for piece in unit["pieces"]:
+            first.setdefault(piece["document"], number)
+    return {document for document, number in first.items() if number % 2 == 1}
+
+
+def choosing_units(units: Sequence[Mapping[str, Any]], source: str) -> set[str]:
+    """The units without any measured document: what round two takes away is chosen on these."""
+    measured = measured_documents(units, source)
+    found = {
+        str(unit["id"])
+        for unit in units
+        if unit["source"] == source and not measured & {piece["document"] for piece in unit["pieces"]}
+    }
+    if not found or not measured:
+        raise ValueError(
+            f"lens.sources.{source}: no documents to choose on apart from those to measure on; lower lens.documents_per_unit, "
+            "or take more documents"
+        )
+    return found
 
 
 def causal_pieces(units: Sequence[Mapping[str, Any]], source: str, count: int) -> list[dict[str, Any]]:
-    """The first `count` pieces of the source's units that nothing is chosen on."""
-    found = [u for u in units if u["source"] == source and not is_for_choosing(u["id"])]
-    pieces = [piece for unit in found for piece in unit["pieces"]][:count]
-    if not pieces:
-        raise ValueError(f"lens.sources.{source}: one unit only; lower lens.documents_per_unit, or take more documents")
-    return pieces
+    """The first `count` pieces of the measured documents."""
+    choosing_units(units, source)
+    measured = measured_documents(units, source)
+    pieces = [piece for unit in units if unit["source"] == source for piece in unit["pieces"]]
+    return [piece for piece in pieces if piece["document"] in measured][:count]
 
 
 def facts(config: LensRunConfig, records: pd.DataFrame) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Round two of the lens: experts and attention layers really taken away, a pair of experts together and apart, and IOI.
 
-What is taken away is chosen by its influence on units with an even number and measured on pieces of the others.
+What is taken away is chosen by its influence on one half of the documents and measured on pieces of the other half.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,16 @@ from aarlib.lens.influence import moments
 from aarlib.lens.names import parse
 from aarlib.lens.scores import expert_scores, read
 from aarlib.lens.uses import ce_without_attention
-from aarlib.runtime.lens import LensWorker, causal_pieces, influence_units, is_for_choosing, padded, run_round
+from aarlib.runtime.lens import LensWorker, causal_pieces, choosing_units, influence_units, padded, run_round
 from aarlib.runtime.lens_config import LensRunConfig
 from aarlib.runtime.units import Unit
 from aarlib.studies.lens import before_and_after, lens_tables
 from aarlib.studies.lens_causal import causal_tables
 
 PROMPTS_PER_UNIT = 64
+ON_PIECES = ("ablation", "coexistence", "activation", "attention")
 CAUSAL_COLUMNS = {
-    "record": "ablation, coexistence, activation, attention, ioi_heads, ioi_maps",
+    "record": "ablation, coexistence, activation, attention, ioi_heads, ioi_maps, ioi_pairs",
     "document": "number of the piece, or of the prompt",
     "name": "what was taken away; head; or logit_difference",
     "how": "zero or route_around; alone, lowest or highest",
@@ -34,28 +35,32 @@ CAUSAL_COLUMNS = {
     "logits_moved": "root mean square change of the receiver's centred logits",
     "direct": "what the head adds to the logit difference",
     "influence": "variance of the head's scores at the last token, summed over receivers; or over all tokens in influence_all",
+    "query": "of ioi_pairs: position in the first prompt",
+    "key": "of ioi_pairs: earlier position, or the same",
+    "token": "of ioi_pairs: the query's",
+    "attention": "of ioi_pairs: the head's weight; beside it influence, the variance of the pair's scores summed over receivers",
     "value": "activation: share of tokens that chose the expert; ioi_maps: rank correlation; logit_difference: itself",
 }
 
 
-def expert_influence(records: pd.DataFrame, source: str) -> pd.DataFrame:
-    """By expert, on the units for choosing: variance a token summed over receivers, and selection rate."""
-    sums = _summed(records, source, "expert", ["variance", "tokens", "selected"])
+def expert_influence(records: pd.DataFrame, source: str, chosen: set[str]) -> pd.DataFrame:
+    """By expert, on the units `chosen`: variance a token summed over receivers, and selection rate."""
+    sums = _summed(records, source, chosen, "expert", ["variance", "tokens", "selected"])
     values = sums.assign(variance=sums["variance"] / sums["tokens"], rate=sums["selected"] / sums["tokens"])
     return values.groupby("sender").agg({"variance": "sum", "rate": "first"})
 
 
-def attention_influence(records: pd.DataFrame, source: str) -> pd.Series:
-    """By attention layer, on the units for choosing: variance a token summed over receivers; ascending."""
-    sums = _summed(records, source, "layer", ["variance", "tokens"])
+def attention_influence(records: pd.DataFrame, source: str, chosen: set[str]) -> pd.Series:
+    """By attention layer, on the units `chosen`: variance a token summed over receivers; ascending."""
+    sums = _summed(records, source, chosen, "layer", ["variance", "tokens"])
     sums = sums[sums["sender"].str.startswith("attn.")]
     values: Any = sums.assign(variance=sums["variance"] / sums["tokens"]).groupby("sender")["variance"].sum()
     return values.sort_values()
 
 
-def _summed(records: pd.DataFrame, source: str, level: str, columns: list[str]) -> Any:
+def _summed(records: pd.DataFrame, source: str, chosen: set[str], level: str, columns: list[str]) -> Any:
     rows: Any = records[(records["record"] == "moments") & (records["level"] == level) & (records["source"] == source)]
-    rows = rows[rows["unit"].map(is_for_choosing)]
+    rows = rows[rows["unit"].isin(chosen)]
     return rows.groupby(["sender", "receiver"])[columns].sum().reset_index()
 
 
@@ -69,8 +74,9 @@ def _removal_units(config: LensRunConfig, records: pd.DataFrame) -> list[dict[st
     source = config.lens.causal_source
     if source is None:
         return []
-    pieces = causal_pieces(influence_units(config), source, config.lens.causal_documents)
-    ranked: Any = expert_influence(records, source).query("rate > 0")
+    drawn = influence_units(config)
+    pieces, chosen_on = causal_pieces(drawn, source, config.lens.causal_documents), choosing_units(drawn, source)
+    ranked: Any = expert_influence(records, source, chosen_on).query("rate > 0")
     ranked = ranked.sort_values("variance", ascending=False)
     count = config.lens.ablated_experts
     chosen = {name: "top" for name in ranked.index[:count]} | {name: "bottom" for name in ranked.index[-count:]}
@@ -80,7 +86,7 @@ def _removal_units(config: LensRunConfig, records: pd.DataFrame) -> list[dict[st
     ]
     first, second = _pair(list(ranked.index))
     units.append({"id": "coexistence", "kind": "coexistence", "first": first, "second": second, "pieces": pieces})
-    order = [int(str(name).removeprefix("attn.")) for name in attention_influence(records, source).index]
+    order = [int(str(name).removeprefix("attn.")) for name in attention_influence(records, source, chosen_on).index]
     units.append({"id": "attention", "kind": "attention", "order": order, "pieces": pieces})
     return units
 
@@ -108,11 +114,24 @@ def _prompt_units(config: LensRunConfig) -> list[dict[str, Any]]:
     ]
 
 
+def with_piece_texts(taken: pd.DataFrame, records: pd.DataFrame, source: str | None) -> pd.DataFrame:
+    """A column `text` for what was measured on pieces of `source`: the document of the piece, over which intervals resample."""
+    if taken.empty or source is None:
+        return taken
+    rows: Any = records[(records["source"] == source) & records["document"].notna()]
+    pieces = rows.drop_duplicates("document")
+    texts = taken["document"].map(pieces.set_index("document")["text"])
+    return taken.assign(text=texts.where(taken["record"].isin(ON_PIECES)))
+
+
 def study_tables(config: LensRunConfig, records: pd.DataFrame, taken: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Every table of a run; with `before`, also how shares of influence changed against that run."""
     tables = lens_tables(records)
     source = config.lens.causal_source
-    tables |= causal_tables(taken, None if source is None else expert_influence(records, source)["variance"])
+    variance = None
+    if source is not None:
+        variance = expert_influence(records, source, choosing_units(influence_units(config), source))["variance"]
+    tables |= causal_tables(with_piece_texts(taken, records, source), variance)
     if config.before is not None:
         stored = pd.read_parquet(config.before / "influence.parquet")
         shared = [name for name in config.lens.sources if name in set(stored["source"])]
@@ -168,13 +187,24 @@ class CausalWorker(LensWorker):
         if block is None:
             return []
         chosen = block.expert_ids == second.expert
-        variance = (moments(block.values)[..., 0] * chosen.T[..., None]).sum(0).mean(0)
-        rate = float(chosen.any(-1).float().mean())
-        receivers = self.projection.receivers[block.start :]
-        return [
-            {"record": "activation", "name": name, "receiver": r, "value": rate, "influence": float(v)}
-            for r, v in zip(receivers, variance, strict=True)
-        ]
+        variance = (moments(block.values)[..., 0] * chosen.T[..., None]).sum(0)
+        documents, receivers = reading.capture.documents, reading.projection.receivers[block.start :]
+        rows = []
+        for index, piece in enumerate(unit["pieces"]):
+            own = documents == index
+            rate, means = float(chosen.any(-1)[own].float().mean()), variance[own].mean(0)
+            rows += [
+                {
+                    "record": "activation",
+                    "document": piece["number"],
+                    "name": name,
+                    "receiver": receiver,
+                    "value": rate,
+                    "influence": float(value),
+                }
+                for receiver, value in zip(receivers, means, strict=True)
+            ]
+        return rows
 
     def _attention(self, unit: Unit) -> list[dict[str, Any]]:
         batch, stock = self._stock(unit)
@@ -225,12 +255,34 @@ class CausalWorker(LensWorker):
             if reading.capture.layers[component.layer].edges is None:
                 continue
             maps = ioi.head_map(reading, component.layer, component.head)
+            if numbers.start == 0:
+                rows += self._map_rows(maps, prompts, name)
             values = ioi.map_correlation(maps, prompts.attention_mask).tolist()
             rows += [
                 {"record": "ioi_maps", "document": number, "name": name, "value": value}
                 for number, value in zip(numbers, values, strict=True)
             ]
         return rows
+
+    def _map_rows(self, maps: ioi.HeadMap, prompts: ioi.Prompts, name: str) -> list[dict[str, Any]]:
+        """Both maps of the first prompt, pair by pair."""
+        length = int(prompts.attention_mask[0].sum())
+        tokens = [self.tokenizer.decode([token]).strip() for token in prompts.input_ids[0, :length].tolist()]
+        attention, variance = (side[0].tolist() for side in maps)
+        return [
+            {
+                "record": "ioi_pairs",
+                "document": 0,
+                "name": name,
+                "query": query,
+                "key": key,
+                "token": tokens[query],
+                "attention": attention[query][key],
+                "influence": variance[query][key],
+            }
+            for query in range(length)
+            for key in range(query + 1)
+        ]
 
 
 def _expert(name: str) -> Expert:

@@ -3,7 +3,7 @@
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -117,32 +117,43 @@ def locality(layers: Senders) -> pd.DataFrame:
 
 
 def stripes(layers: Senders) -> pd.DataFrame:
-    """Of each MoE sender: variance at the next MoE layer and at the last one, against the median MoE sender there.
+    """Of each MoE sender: variance at the next MoE layer and at the last one, and `value`, the least of its ratios to the median
+    MoE sender over the receivers from two layers on.
 
-    A stripe: from two layers on it stays above the median of the MoE senders of every receiver, up to the last one.
+    A stripe stays above the median up to the last receiver: `value` above 1; `share of resamples` is how often it is.
     """
     moe = layers.indices("moe")
-    means = layers.mean()[moe]
-    medians = np.array([np.nanmedian(column) if np.isfinite(column).any() else np.nan for column in means.T])
+    sums, reached = layers.sums["variance"][:, moe], layers.reached[moe]
+    table = resampled(np.concatenate([sums.reshape(len(sums), -1), layers.tokens[:, None]], axis=1))
+    means = np.where(reached, _means(table.total, reached.shape), np.nan)
+    draws = np.where(reached, _means(table.draws, reached.shape), np.nan)
     rows = []
     for row, index in enumerate(moe):
-        reached = np.flatnonzero(layers.reached[index])
-        table = resampled(np.stack([layers.sums["variance"][:, index, reached[-1]], layers.tokens], axis=1))
-        kept = table.interval(ratio(0, 1))
-        against = (means[row] / medians)[reached[1:]]
-        rows.append(
-            {
-                "sender": layers.senders[index],
-                "next": float(means[row, reached[0]]),
-                "last": kept.mean,
-                "low": kept.low,
-                "high": kept.high,
-                "last / next": kept.mean / float(means[row, reached[0]]),
-                "least ratio to the median": float(against.min()) if len(against) else float("nan"),
-                "stripe": bool(len(against) and (against > 1).all()),
-            }
-        )
+        columns = np.flatnonzero(reached[row])
+        later, last = columns[1:], draws[:, row, columns[-1]]
+        found = {
+            "sender": layers.senders[index],
+            "next": float(means[row, columns[0]]),
+            "last": float(means[row, columns[-1]]),
+            "last from": float(np.percentile(last, 2.5)),
+            "last to": float(np.percentile(last, 97.5)),
+        }
+        if len(later):
+            least, spread = (_least_ratio(side, row, later) for side in (means, draws))
+            low, high = np.percentile(spread, [2.5, 97.5])
+            found |= {"value": float(least), "low": float(low), "high": float(high), "stripe": bool(least > 1)}
+            found["share of resamples"] = float((spread > 1).mean())
+        rows.append(found)
     return pd.DataFrame(rows)
+
+
+def _means(sums: Array, shape: tuple[int, ...]) -> Array:
+    """[..., C * R + 1] sums with tokens last to [..., C, R] means."""
+    return (sums[..., :-1] / sums[..., -1:]).reshape(*sums.shape[:-1], *shape)
+
+
+def _least_ratio(means: Array, row: int, columns: Any) -> Any:
+    return (means[..., row, columns] / np.nanmedian(means[..., columns], axis=-2)).min(-1)
 
 
 def first_position(layers: Senders) -> pd.DataFrame:
@@ -219,22 +230,36 @@ def concentration(levels: dict[str, Senders]) -> pd.DataFrame:
 
 
 def super_experts(experts: Senders, count: int = TOP) -> pd.DataFrame:
-    """Overlap of the most influential experts with those of the largest output element, against chance."""
-    influence = total_influence(experts).sum(0)
-    largest = experts.sums["largest"].max((0, 2))
-    both = [np.argsort(-values, kind="stable")[:count] for values in (influence, largest)]
-    overlap = len(set(both[0].tolist()) & set(both[1].tolist()))
-    return pd.DataFrame(
-        [
-            {
-                "of the top": count,
-                "in both": overlap,
-                "by chance": count * count / len(influence),
-                "rank correlation": spearman(influence, largest),
-                "largest outputs": ", ".join(experts.senders[index] for index in both[1][:3]),
-            }
-        ]
-    )
+    """Overlap of the most influential experts with those of the largest output element, beside chance, and the rank
+    correlation of the two over experts; intervals over units."""
+    influence, largest = total_influence(experts), experts.sums["largest"].max(2)
+    names = np.argsort(-largest.max(0), kind="stable")[:3]
+    draws = [_both(influence, largest, drawn, count) for drawn in _drawn(len(influence))]
+    bounds = np.nanpercentile(np.array(draws), [2.5, 97.5], axis=0)
+    values = _both(influence, largest, np.arange(len(influence)), count)
+    chance = (count * count / influence.shape[1], 0.0)
+    rows = [
+        {"measure": name, "value": value, "low": low, "high": high, "by chance": by_chance}
+        for name, value, low, high, by_chance in zip(
+            (f"experts in the top {count} by both", "rank correlation"), values, *bounds, chance, strict=True
+        )
+    ]
+    return pd.DataFrame(rows).assign(**{"largest outputs": ", ".join(experts.senders[index] for index in names)})
+
+
+def _drawn(size: int, count: int = 2000, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).integers(0, size, (count, size))
+
+
+class Overlap(NamedTuple):
+    shared: float
+    spearman: float
+
+
+def _both(influence: Array, largest: Array, drawn: Any, count: int) -> Overlap:
+    sides = influence[drawn].sum(0), largest[drawn].max(0)
+    tops = [set(np.argsort(-values, kind="stable")[:count].tolist()) for values in sides]
+    return Overlap(float(len(tops[0] & tops[1])), spearman(*sides))
 
 
 def rank_correlation(first: Array, second: Array, seed: int = 0) -> Interval:

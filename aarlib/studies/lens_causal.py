@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from aarlib.studies.lens import rank_correlation
-from aarlib.studies.lens_samples import mean_interval
+from aarlib.studies.lens_samples import mean_interval, resampled
 
 FUNCTIONAL_HEADS = 3
 """Heads with the largest direct effect that are set beside all others."""
@@ -33,20 +33,33 @@ def _of(frame: pd.DataFrame, **fields: Any) -> Any:
     return frame
 
 
-def _interval_row(values: Any, **fields: Any) -> dict[str, Any]:
-    found = mean_interval(np.asarray(values, dtype=np.float64))
+def _interval_row(values: Any, texts: Any = None, **fields: Any) -> dict[str, Any]:
+    """Mean with its interval; `values` by piece and `texts` by piece: whole texts are resampled, else the values."""
+    if texts is None:
+        found = mean_interval(np.asarray(values, dtype=np.float64))
+    else:
+        groups = values.dropna().groupby(texts)
+        table = resampled(np.stack([groups.sum().to_numpy(np.float64), groups.size().to_numpy(np.float64)], axis=1))
+        found = table.interval(lambda sums: sums[..., 0] / sums[..., 1])
     return {**fields, "value": found.mean, "low": found.low, "high": found.high}
 
 
+def texts_of(causal: Any) -> Any:
+    """The text of each piece that something was taken away on; None where the records do not say."""
+    if "text" not in causal or causal["text"].isna().all():
+        return None
+    return causal.dropna(subset=["text"]).drop_duplicates("document").set_index("document")["text"]
+
+
 def ablation(causal: pd.DataFrame) -> pd.DataFrame:
-    """Mean over a group's experts, then over documents: CE change, and changed picks and moved logits of later routers."""
-    rows = []
+    """Mean over a group's experts, then over pieces: CE change, and changed picks and moved logits of later routers."""
+    rows, texts = [], texts_of(causal)
     for group in ("top", "bottom"):
         for how in ("zero", "route_around"):
             part = _of(causal, record="ablation", group=group, how=how)
             for measure in ("ce_delta", "picks_changed", "logits_moved"):
-                by_document = part.dropna(subset=[measure]).groupby("document")[measure].mean()
-                rows.append(_interval_row(by_document, group=group, how=how, measure=measure))
+                by_piece = part.dropna(subset=[measure]).groupby("document")[measure].mean()
+                rows.append(_interval_row(by_piece, texts, group=group, how=how, measure=measure))
     return pd.DataFrame(rows)
 
 
@@ -64,29 +77,43 @@ def ablation_ranks(causal: pd.DataFrame, influence: Any) -> pd.DataFrame:
 
 
 def coexistence(causal: pd.DataFrame) -> pd.DataFrame:
-    """Without the first, the second, both: moved logits of each later router; how often the second was chosen."""
-    rows = []
+    """Without the first, the second, both: CE, moved logits of each later router; how often the second was chosen, its variance.
+
+    CE of both minus the sum of each alone is 0 where the two removals do not know of one another.
+    """
+    texts, rows, changes = texts_of(causal), [], {}
     for name in ("first", "second", "both"):
         part = _of(causal, record="coexistence", name=name)
-        rows.append(_interval_row(part.dropna(subset=["ce_delta"])["ce_delta"], without=name, measure="CE change"))
+        changes[name] = part.dropna(subset=["ce_delta"]).set_index("document")["ce_delta"]
+        rows.append(_interval_row(changes[name], texts, without=name, measure="CE change"))
         for receiver, group in part.dropna(subset=["receiver"]).groupby("receiver"):
             values = group.groupby("document")["logits_moved"].mean()
-            rows.append(_interval_row(values, without=name, measure=f"logits moved, router {int(receiver)}"))
-    for name, group in _of(causal, record="activation").groupby("name", sort=False):
-        row = {"value": float(group["value"].iloc[0]), "low": np.nan, "high": np.nan}
-        rows.append({"without": name, "measure": "second expert chosen", **row})
-        row["value"] = float(group["influence"].sum())
-        rows.append({"without": name, "measure": "second expert's variance, all later routers", **row})
+            rows.append(_interval_row(values, texts, without=name, measure=f"logits moved, router {int(receiver)}"))
+    apart = changes["both"] - changes["first"] - changes["second"]
+    rows.append(_interval_row(apart, texts, without="both minus each", measure="CE change"))
+    measures = {"value": "second expert chosen", "influence": "second expert's variance, all later routers"}
+    activation = _of(causal, record="activation")
+    for column, measure in measures.items():
+        found = {name: _second(group, column) for name, group in activation.groupby("name", sort=False)}
+        rows += [_interval_row(found[name], texts, without=name, measure=measure) for name in found]
+        if {"first", "stock"} <= found.keys():
+            change = found["first"] - found["stock"]
+            rows.append(_interval_row(change, texts, without="first minus stock", measure=measure))
     return pd.DataFrame(rows)
+
+
+def _second(activation: Any, column: str) -> Any:
+    """By piece: share of tokens that choose the second expert, or its variance summed over later routers."""
+    by_piece = activation.groupby("document")[column]
+    return by_piece.first() if column == "value" else by_piece.sum()
 
 
 def attention(causal: pd.DataFrame) -> pd.DataFrame:
     """CE change without the n lowest- or highest-variance attention layers, and their paired difference."""
-    part = _of(causal, record="attention")
-    rows = []
+    part, texts, rows = _of(causal, record="attention"), texts_of(causal), []
     for (how, name), group in part.groupby(["how", "name"], sort=False):
         layers = len(name.split(","))
-        rows.append(_interval_row(group["ce_delta"], how=how, layers=name, count=layers))
+        rows.append(_interval_row(group.set_index("document")["ce_delta"], texts, how=how, layers=name, count=layers))
     sizes = sorted({row["count"] for row in rows})
     for size in sizes:
         sides = []
@@ -95,7 +122,7 @@ def attention(causal: pd.DataFrame) -> pd.DataFrame:
             if names:
                 sides.append(_of(part, how=how, name=names[0]).set_index("document")["ce_delta"])
         if len(sides) == 2:
-            rows.append(_interval_row(sides[1] - sides[0], how="highest minus lowest", layers="", count=size))
+            rows.append(_interval_row(sides[1] - sides[0], texts, how="highest minus lowest", layers="", count=size))
     return pd.DataFrame(rows)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from aarlib.runtime.lens import COLUMNS
+from aarlib.runtime.lens import COLUMNS, causal_pieces, choosing_units, measured_documents
 from aarlib.runtime.lens_config import LensRunConfig
 from pipelines import decompose
 
@@ -47,6 +47,22 @@ def test_a_shipped_config_dry_runs(name, capsys):
     assert {"deepseek": "64 experts, top-6", "mixtral_": "8 experts, top-2", "qwen3_30": "128 experts, top-8"}.get(
         name[:8], "experts"
     ) in shown
+
+
+def test_what_is_taken_away_is_chosen_and_measured_on_other_documents():
+    units = [
+        {
+            "id": f"c4-{number:04d}",
+            "source": "c4",
+            "pieces": [{"document": d, "number": 4 * number + i} for i, d in enumerate(u)],
+        }
+        for number, u in enumerate(["abcd", "efab", "cdef", "abcd"])
+    ]
+    assert measured_documents(units, "c4") == {"e", "f"}
+    assert choosing_units(units, "c4") == {"c4-0000", "c4-0003"}
+    assert [piece["document"] for piece in causal_pieces(units, "c4", 3)] == ["e", "f", "e"]
+    with pytest.raises(ValueError, match="lens.sources.c4: no documents to choose on apart from those to measure on"):
+        causal_pieces(units[:1], "c4", 3)
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +114,12 @@ def test_a_run_writes_records_tables_figures_and_a_page_and_is_taken_up_again(co
     assert layers.groupby("document")["chunk"].first().tolist() == [0.0] * 7 + [1.0] * 5
     assert set(taken["record"]) == {
         *("ablation", "coexistence", "activation", "attention"),
-        *("ioi_heads", "ioi_maps", "logit_difference"),
+        *("ioi_heads", "ioi_maps", "ioi_pairs", "logit_difference"),
     }
     results = json.loads((folder / "tables.json").read_text())
     assert results["run"]["closure error"] < 1e-4 and results["run"]["text further chunks"] == 5
     assert "| receiver | measure | value |" in page.read_text()
-    assert {path.name for path in (folder / "figures").iterdir()} >= {"sender_maps.svg", "removal.png", "ioi_heads.png"}
+    assert {path.name for path in (folder / "figures").iterdir()} >= {"sender_maps.svg", "removal.png", "ioi_maps.png"}
     parts = {path: path.stat().st_mtime_ns for path in folder.rglob("parts/*.parquet")}
     assert decompose.main([str(config)]) == 0
     assert parts == {path: path.stat().st_mtime_ns for path in folder.rglob("parts/*.parquet")}

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from aarlib.report.lens_figures import TITLES, figures
+from aarlib.report.lens_figures import TITLES, figures, head_maps
 from aarlib.report.lens_page import as_results, markdown, read_results, render
 from aarlib.studies.lens_samples import senders_of
 from tests.studies.test_lens import record
@@ -72,3 +72,14 @@ def test_figures_are_drawn_from_tables():
     norms = [axis.images[0].norm for axis in maps[1:]]
     assert norms[0].vmin == norms[1].vmin == -norms[0].vmax and norms[0].vcenter == 0
     assert [label.get_text() for label in maps[0].get_yticklabels()] == list(layers.senders)
+
+
+def test_a_head_has_its_attention_and_its_variance_side_by_side():
+    rows = [
+        {"name": "attn.0.head.1", "query": q, "key": k, "token": "ab"[q], "attention": 0.5, "influence": 0.1 * (q + k)}
+        for q, k in ((0, 0), (1, 0), (1, 1))
+    ]
+    left, right = head_maps(pd.DataFrame(rows), "attn.0.head.1").axes[:2]
+    assert left.get_title(loc="left") == "attn.0.head.1: attention weight"
+    assert right.images[0].get_array()[1, 1] == pytest.approx(0.2) and right.images[0].get_array().mask[0, 1]
+    assert [label.get_text() for label in right.get_xticklabels()] == ["a", "b"]

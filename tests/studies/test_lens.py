@@ -117,8 +117,30 @@ def test_top_senders_and_their_share():
     assert table.iloc[0]["selection rate"] == pytest.approx(0.5)
     assert table.iloc[0]["conditional mean"] == pytest.approx(0.8)
     assert lens.concentration({"expert": experts}).iloc[0]["value"] == pytest.approx(4 / 7)
-    overlap = lens.super_experts(experts, count=2).iloc[0]
-    assert overlap["in both"] == 1 and overlap["by chance"] == pytest.approx(1.0)
+    overlap = lens.super_experts(experts, count=2)
+    assert overlap["value"].tolist()[0] == 1 and overlap["by chance"].tolist() == [pytest.approx(1.0), 0.0]
+    assert overlap["low"].tolist() == overlap["high"].tolist() == overlap["value"].tolist(), "both units are the same"
+    assert overlap["largest outputs"][0].startswith("moe.0.expert.3, moe.0.expert.2")
+
+
+def test_stripes_stay_above_the_median_of_every_later_receiver():
+    cells = {
+        ("moe.0", 1): 3.0,
+        ("moe.0", 2): 3.0,
+        ("moe.0", 3): 3.0,
+        ("moe.1", 2): 1.0,
+        ("moe.1", 3): 1.0,
+        ("moe.2", 3): 1.0,
+    }
+    rows = [record(d, n, r, v * (1 + 0.1 * d)) for d in range(4) for (n, r), v in cells.items()]
+    found = lens.stripes(senders_of(pd.DataFrame(rows), "text", "layer")).set_index("sender")
+    assert found.loc["moe.0", "value"] == pytest.approx(1.5)  # 3 of the median of 3 and 1, then of 3, 1 and 1
+    assert bool(found.loc["moe.0", "stripe"]) and found.loc["moe.0", "share of resamples"] == 1
+    assert (
+        not found.loc["moe.1", "stripe"]
+        and found.loc["moe.1", "low"] <= found.loc["moe.1", "value"] <= found.loc["moe.1", "high"]
+    )
+    assert np.isnan(found.loc["moe.2", "value"]), "no receiver from two layers on"
 
 
 def test_recall_beside_chance_and_the_commonest_experts():
@@ -169,13 +191,26 @@ def test_removal_tables_keep_the_groups_apart():
             rows += [{**row, "how": "route_around"} for row in rows[-2:]]
         for how, name, delta in (("alone", "0", 0.3), ("alone", "1", 0.1), ("lowest", "1", 0.1), ("highest", "0", 0.3)):
             rows.append({"record": "attention", "document": document, "how": how, "name": name, "ce_delta": delta})
-        rows.append({"record": "coexistence", "document": document, "name": "both", "ce_delta": 0.1})
+        rows.append({"record": "coexistence", "document": document, "name": "both", "ce_delta": 0.3})
+        for name, rate in (("stock", 0.4), ("first", 0.1 * document)):
+            row = {"record": "activation", "document": document, "name": name, "receiver": 2, "value": rate}
+            rows += [{**row, "influence": 0.1}, {**row, "receiver": 3, "influence": 0.2}]
         for name in ("first", "second"):
             rows.append({"record": "coexistence", "document": document, "name": name, "ce_delta": 0.1})
-    rows.append({"record": "activation", "name": "stock", "receiver": 2, "value": 0.4, "influence": 0.1})
     tables = lens_causal.causal_tables(pd.DataFrame(rows))
     found = tables["ablation"]
     assert value(found, group="top", how="zero", measure="ce_delta") == pytest.approx(0.525)
     assert value(found, group="bottom", how="route_around", measure="picks_changed") == 0
     assert value(tables["attention"], how="highest minus lowest") == pytest.approx(0.2)
-    assert value(tables["coexistence"], without="stock", measure="second expert chosen") == 0.4
+    pair = tables["coexistence"]
+    assert value(pair, without="stock", measure="second expert chosen") == pytest.approx(0.4)
+    assert value(pair, without="stock", measure="second expert's variance, all later routers") == pytest.approx(0.3)
+    change = {"without": "first minus stock", "measure": "second expert chosen"}
+    assert value(pair, **change) == pytest.approx(-0.15) and value(pair, "low", **change) < -0.15
+    assert value(pair, without="both minus each", measure="CE change") == pytest.approx(0.1)
+    whole = pd.DataFrame(rows).assign(text=lambda frame: (frame["document"] // 3).map({0.0: "a", 1.0: "b"}))
+    wider = lens_causal.causal_tables(whole)["ablation"]
+    at = {"group": "top", "how": "zero", "measure": "ce_delta"}
+    assert value(wider, **at) == pytest.approx(value(found, **at)) and value(wider, "low", **at) < value(
+        found, "low", **at
+    )
