@@ -12,6 +12,7 @@ from jinja2 import Environment, StrictUndefined
 from matplotlib.figure import Figure
 
 import aarlib
+from aarlib.aar.config import AARConfig, RouterSFTConfig
 from aarlib.config import write_text_atomically
 from aarlib.report import figures, tables, text
 from aarlib.report.records import RunRecords, Sweep, read_run
@@ -165,6 +166,8 @@ def _summary(records: RunRecords, table: pd.DataFrame, scores: pd.DataFrame) -> 
     return {
         "name": records.config.name,
         "aarlib_version": aarlib.__version__,
+        "methods": {label: method_name(records.config.method[label]) for label in records.labels},
+        "steps": records.runs[0].result["steps"],
         "num_held_out": len(records.untouched),
         "held_out": _json_rows(table),
         "scores": _json_rows(scores),
@@ -174,6 +177,13 @@ def _summary(records: RunRecords, table: pd.DataFrame, scores: pd.DataFrame) -> 
         "unfinished": list(records.unfinished),
         "stages": records.stages,
     }
+
+
+def method_name(method: Any) -> str:
+    """As a paper's table has it: routing-only SFT; AAR^T, M 32; AAR, M 32."""
+    if not isinstance(method, AARConfig):
+        return "routing-only SFT" if isinstance(method, RouterSFTConfig) else str(method.name)
+    return f"{'AAR^T' if method.views == ('time',) else 'AAR'}, M {method.window}"
 
 
 def _json_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
