@@ -11,7 +11,7 @@ FIRST_POSITION = 8
 
 class DomainConfig(Config):
     source: str
-    """`wikitext:<file>`, a .txt / .jsonl(.gz) / .parquet file with `text`, or `nano:<register>` (bundled). $NAME is expanded."""
+    """Glob or URI of .txt, .jsonl(.gz) or .parquet files with `text`, `wikitext:<glob>`, or `nano:<register>`. Expands $NAME."""
     joined: bool = False
     """Join documents shorter than a window, within their split, by the end-of-text token."""
 

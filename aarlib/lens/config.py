@@ -9,7 +9,7 @@ from aarlib.config import Config
 
 class SourceConfig(Config):
     source: str
-    """`wikitext:<file>`, a .txt / .jsonl(.gz) / .parquet file with `text`, or `nano:<register>` (bundled). $NAME is expanded."""
+    """Glob or URI of .txt, .jsonl(.gz) or .parquet files with `text`, `wikitext:<glob>`, or `nano:<register>`. Expands $NAME."""
     documents: int = Field(default=1000, ge=2)
     """Pieces of text: the documents' first tokens and, where they are fewer, further disjoint chunks of them, flagged."""
     length: int = Field(default=32, ge=2)

@@ -31,7 +31,11 @@ def test_a_group_that_fits(nodes: list[dict[str, float]], values: dict[str, obje
     ("nodes", "values", "message"),
     [
         ([SMALL], {"num_workers": 64}, "ray.num_workers = 64 needs 64 CPU, the cluster has 4"),
-        ([SMALL, SMALL], {"num_workers": 1, "cpus_per_worker": 6}, "ray.cpus_per_worker = 6: no node has 6 CPU for one"),
+        (
+            [SMALL, SMALL],
+            {"num_workers": 1, "cpus_per_worker": 6},
+            "ray.cpus_per_worker = 6: no node has 6 CPU for one",
+        ),
         ([SMALL], {"num_workers": 1, "use_gpu": True}, "needs 1 GPU, the cluster has 0"),
         ([SMALL, LARGE], {"num_workers": 1, "use_gpu": True, "cpus_per_worker": 9}, "no node has 9 CPU and 1 GPU"),
         (
