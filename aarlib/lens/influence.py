@@ -78,7 +78,9 @@ def head_sums(reading: Reading, measure: Measure = moments_measure) -> Sums:
 
 
 def edge_sums(reading: Reading, measure: Measure = moments_measure) -> Sums:
-    return _sums(reading, edge_scores(reading), measure)
+    """Of the layers that have edges: a layer without weights is whole, and in `layer_sums`."""
+    layers = tuple(index for index, kept in reading.capture.layers.items() if kept.edges is not None)
+    return _sums(reading, edge_scores(reading, layers), measure)
 
 
 def expert_sums(reading: Reading, measure: Measure = moments_measure) -> Sums:
