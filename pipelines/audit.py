@@ -39,6 +39,7 @@ def describe(config: AuditRunConfig) -> str:
 
 
 def run(config: AuditRunConfig, flags: Flags) -> None:
+    from aarlib.audit.predictions import predictions
     from aarlib.config import write_text_atomically
     from aarlib.report.audit_figures import write_figures
     from aarlib.runtime.audit import audit, check, metrics_of
@@ -47,7 +48,8 @@ def run(config: AuditRunConfig, flags: Flags) -> None:
     with tracked_run(config) as (folder, logger):
         records = audit(config, folder)
         about = {"config": config.model_dump(mode="json", exclude={"ray", "tracking"})}
-        found = results(records, check(config).num_experts, config.audit.predictors, about)
+        predicted = predictions(records, check(config).num_experts) if config.audit.predictors else None
+        found = results(records, predicted, about)
         write_text_atomically(folder / "tables.json", to_json(found))
         measures = frame_of(found, "measures")
         logger.log(metrics_of(measures, frame_of(found, "noise")), 0)

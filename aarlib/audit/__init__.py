@@ -11,5 +11,5 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy_attributes(
     __name__,
     {"oracle": "aarlib.audit.replay", "gradient_utilities": "aarlib.audit.gradients"},
-    submodules=("actions", "config", "forward", "gradients", "head", "predictors", "replay", "sites"),
+    submodules=("actions", "config", "forward", "gradients", "head", "predictions", "predictors", "replay", "sites"),
 )

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from aarlib.audit.predictions import Predictions
 from aarlib.studies.audit import ALL_SEEDS, POOLED, audit_tables
 from aarlib.studies.audit_findings import verdicts
 from aarlib.studies.audit_predictors import predictor_tables
@@ -47,14 +48,14 @@ CONSERVATIVE = {
 }
 
 
-def results(records: pd.DataFrame, num_experts: int, predictors: bool, about: Mapping[str, Any]) -> Results:
+def results(records: pd.DataFrame, predicted: Predictions | None, about: Mapping[str, Any]) -> Results:
     """All tables of the records, JSON-able, floats rounded to 7 digits. Single seeds are kept with layers pooled."""
     tables = audit_tables(records)
     measures = tables["measures"]
     kept = np.asarray(measures["seed"] == ALL_SEEDS) | np.asarray(measures["layer"] == POOLED)
     tables["measures"] = pd.DataFrame(measures.loc[kept])
-    if predictors:
-        tables |= predictor_tables(records, num_experts)
+    if predicted is not None:
+        tables |= predictor_tables(predicted)
     return {"about": dict(about), **{name: _columns(frame) for name, frame in tables.items()}}
 
 

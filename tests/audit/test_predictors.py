@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from aarlib.audit.gradients import utilities
+from aarlib.audit.predictions import development_examples
 from aarlib.audit.predictors import (
     Examples,
     SlotScorer,
@@ -14,7 +15,6 @@ from aarlib.audit.predictors import (
     predict,
 )
 from aarlib.studies.audit import row_spearman
-from aarlib.studies.audit_predictors import fit_on
 
 
 def examples(num=64, top_k=4, d_model=16, layers=(1, 3), seed=0) -> Examples:
@@ -77,4 +77,4 @@ def test_slots_may_come_in_any_order():
 
 def test_locked_records_are_refused_for_fitting():
     with pytest.raises(ValueError, match="fitted on development records, not on"):
-        fit_on(pd.DataFrame({"split": ["development", "locked"]}), 8, "reranker", 0)
+        development_examples(pd.DataFrame({"split": ["development", "locked"]}))

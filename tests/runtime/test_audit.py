@@ -126,7 +126,7 @@ def test_one_actor_or_four_and_a_killed_one_give_the_same_rows(tmp_path, local_r
     pd.testing.assert_frame_equal(audit(chosen, tmp_path / "four"), four)
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "four" / "units" / "parts").iterdir()}
     assert (tmp_path / "four" / "records.parquet").is_file()
-    found = json.loads(to_json(results(four, 16, False, {})))
+    found = json.loads(to_json(results(four, None, {})))
     assert {"headroom_full", "router_8", "gradient_full", "layers_full", "seeds", "noise"} <= set(tables(found))
 
 

@@ -12,7 +12,7 @@ STUDIES = Path(__file__).parents[2] / "docs" / "studies"
 
 @pytest.fixture(scope="module")
 def found():
-    return json.loads(to_json(results(records(num_windows=6), 8, False, {"config": {}})))
+    return json.loads(to_json(results(records(num_windows=6), None, {"config": {}})))
 
 
 def test_tables_come_from_the_json_alone(found):
