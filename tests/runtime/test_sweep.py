@@ -1,6 +1,7 @@
 """Sweeps: bad and crashed trials do not end one, finished ones are kept; the scheduler stops the worse on what workers report."""
 
 import json
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ import pandas as pd
 import pytest
 
 from tests.runtime.conversations import run_config, save_model, write_conversations
+from tests.runtime.test_trainer import start_driver
 
 pytest.importorskip("ray")
 
@@ -94,6 +96,35 @@ def test_bad_and_crashed_trials_and_a_restored_sweep(bench: Bench) -> None:
     edited = Study(space={"method.aar.window": tune.grid_search([2, 8])}, fixed=study.fixed)
     with pytest.raises(ValueError, match=r"holds a sweep of the study as it was before \(space differ\)"):
         sweep(base, edited, "window")
+
+
+def sweep_windows(config: RunConfig) -> Any:
+    study = Study(
+        space={"method.aar.window": tune.grid_search([2, 4, 8])},
+        fixed={"ray.num_workers": 1, "ray.cpus_per_worker": 2, "optim.max_steps": 3},
+    )
+    return sweep(config, study, "windows")
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_sweep_whose_driver_was_killed_keeps_its_finished_trials(bench: Bench, tmp_path: Path) -> None:
+    config = bench.config("orphaned")
+    trials = bench.storage / "orphaned-windows" / "trials"
+    driver = start_driver(config, tmp_path, "from tests.runtime.test_sweep import sweep_windows as run")
+    while not (before := {path: path.stat().st_mtime_ns for path in trials.glob("*/*/result.json")}):
+        assert driver.poll() is None, (tmp_path / "driver.log").read_text()[-2000:]
+        time.sleep(0.1)
+    driver.kill()
+    driver.wait()
+    assert len(before) < 3
+    result = sweep_windows(config)
+    assert result.sweep.trials["status"].tolist() == ["finished"] * 3
+    assert sorted(result.sweep.trials["method.aar.window"]) == [2, 4, 8]
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    client = tracking._client(result.tracking.uri)
+    assert not client.search_runs([result.tracking.experiment_id], "attributes.status = 'RUNNING'")
 
 
 @pytest.mark.ray

@@ -200,13 +200,16 @@ def test_a_killed_driver_and_a_killed_tree_change_nothing(
     assert not checkpoints(folder / RUN)
 
 
-def start_driver(config: RunConfig, folder: Path) -> subprocess.Popen[bytes]:
-    """`train` in a process of its own with a Ray of its own."""
+TRAIN = "from aarlib.runtime.trainer import train as run"
+
+
+def start_driver(config: RunConfig, folder: Path, what: str = TRAIN) -> subprocess.Popen[bytes]:
+    """`what` imports a function `run` of a config, called in a process of its own with a Ray of its own."""
     path = folder / "config.json"
     path.write_text(config.to_json())
     code = (
         "import sys; from pathlib import Path; from aarlib.training.config import RunConfig; "
-        "from aarlib.runtime.trainer import train; train(RunConfig.model_validate_json(Path(sys.argv[1]).read_text()))"
+        f"{what}; run(RunConfig.model_validate_json(Path(sys.argv[1]).read_text()))"
     )
     environment = {**os.environ, **RAY_ENVIRONMENT}
     environment.pop("RAY_ADDRESS", None)
