@@ -61,7 +61,9 @@ def test_every_bench_asserts_equal_numbers_first_and_stores_them(name, here, tmp
     assert not list(tmp_path.glob("*.partial.json")) and out.with_suffix(".png").exists() == (name in bench.PICTURES)
     with pytest.raises(ValueError, match="measured with --tiny"):
         read_records(tmp_path)
-    page = f"a\n<!-- bench {name} -->\nto be measured\n<!-- end bench -->\n<!-- bench gpu -->\nkept\n<!-- end bench -->\n"
+    page = (
+        f"a\n<!-- bench {name} -->\nto be measured\n<!-- end bench -->\n<!-- bench gpu -->\nkept\n<!-- end bench -->\n"
+    )
     once = filled(page, {name: record})
     assert "to be measured" not in once and "kept" in once and filled(once, {name: record}) == once
     for claim in record["claims"]:
