@@ -72,7 +72,6 @@ def test_bad_rows(local_ray: Any, tmp_path: Path) -> None:
     assert corpus.record()["num_skipped"] == 1 and len(corpus.record()["skipped"]) == 1
 
 
-@pytest.mark.long
 def test_a_mixture_has_its_proportions_exactly_and_is_reproducible(local_ray: Any, tmp_path: Path) -> None:
     paths = [
         write_conversations(tmp_path / f"{name}.jsonl", count, seed=count) for name, count in (("a", 60), ("b", 40))
@@ -90,7 +89,6 @@ def test_a_mixture_has_its_proportions_exactly_and_is_reproducible(local_ray: An
     assert ids(ordered(again, 0, 1)) == ids(ordered(mixed, 0, 1)) != order
 
 
-@pytest.mark.long
 def test_101_rows_on_two_workers_are_101_rows(local_ray: Any) -> None:
     table = pa.table(
         {
