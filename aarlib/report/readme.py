@@ -8,6 +8,7 @@ from typing import Any
 
 from aarlib.report.tables import UNTOUCHED
 from aarlib.report.text import duration, number, plus_minus, signed_interval
+from aarlib.stats import mean_and_std
 
 Summary = Mapping[str, Any]
 _BLOCK = re.compile(r"(<!-- run (?P<name>\w+) -->\n).*?(<!-- end run -->)", re.DOTALL)
@@ -84,8 +85,6 @@ def _task_name(summary: Summary, task: str) -> str:
 
 
 def _score(row: Summary, summary: Summary, task: str) -> str:
-    from aarlib.stats import mean_and_std
-
     found = [s["value"] for s in summary["scores"] if s["task"] == task and s["label"] == row["label"]]
     return plus_minus(*mean_and_std(found), 3) if found else ""
 

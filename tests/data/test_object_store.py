@@ -6,15 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import pytest
 
 from aarlib.data.conversations import read_conversations
 from aarlib.data.corpora import read_documents
 from aarlib.data.sources import expand_sources
+from tests.object_store import object_store
 
-server = pytest.importorskip("moto.server")
 ROWS = [
     {"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]} for i in range(7)
 ]
@@ -25,17 +24,7 @@ WHOLE = "".join(row["text"] for row in TEXTS)
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The options part of URIs to a server that holds bucket `rows`."""
-    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    running.start()
-    host, port = running.get_host_and_port()
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("AWS_ACCESS_KEY_ID", "none")
-        environment.setenv("AWS_SECRET_ACCESS_KEY", "none")
-        environment.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        store = pafs.S3FileSystem(
-            endpoint_override=f"{host}:{port}", scheme="http", region="us-east-1", allow_bucket_creation=True
-        )
-        store.create_dir("rows")
+    with object_store("rows") as (store, options):
         lines = "\n".join(json.dumps(row) for row in ROWS).encode()
         for name, content in {
             "rows/a/one.jsonl": lines,
@@ -49,8 +38,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
                 file.write(content)
         pq.write_table(pa.Table.from_pylist(ROWS), "rows/b/three.parquet", filesystem=store)
         pq.write_table(pa.Table.from_pylist(TEXTS), "rows/t/table.parquet", filesystem=store)
-        yield f"scheme=http&endpoint_override={host}%3A{port}&region=us-east-1"
-    running.stop()
+        yield options
 
 
 def test_globs_find_the_data_files_and_nothing_else(options: str) -> None:

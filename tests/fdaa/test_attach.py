@@ -72,8 +72,9 @@ def test_disabled_and_detached_are_the_model_before_bitwise(family, with_aar):
 def test_the_kv_cache_gives_the_full_forward(family, with_aar):
     model = model_of(family, with_aar)
     handle = identities.attach_random_head(model, scale=1.0)
+    length = 12 if (family, with_aar) == ("qwen3_5_moe", True) else 24  # there float32 rounding alone passes 1e-5 at 24
     for padding in ("none", "left"):
-        inputs = tiny_inputs(model, length=12, padding=padding)
+        inputs = tiny_inputs(model, length=length, padding=padding)
         assert identities.head_bite(model, handle, inputs).logits_moved > 1e-2
         assert identities.prefill_against_decode(model, inputs, chunk=1) < 1e-5
 

@@ -5,33 +5,21 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import pyarrow.fs as pafs
 import pytest
 
 pytest.importorskip("ray")
-server = pytest.importorskip("moto.server")
 
 from aarlib.runtime import mirror  # noqa: E402
 from aarlib.runtime.mirror import STAMP, Mirror, kept_up, restore  # noqa: E402
 from aarlib.runtime.run_directory import claim, held, run_directory  # noqa: E402
 from aarlib.training.config import RunConfig  # noqa: E402
+from tests.object_store import object_store  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
-    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    running.start()
-    host, port = running.get_host_and_port()
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("AWS_ACCESS_KEY_ID", "none")
-        environment.setenv("AWS_SECRET_ACCESS_KEY", "none")
-        environment.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        store = pafs.S3FileSystem(
-            endpoint_override=f"{host}:{port}", scheme="http", region="us-east-1", allow_bucket_creation=True
-        )
-        store.create_dir("kept")
-        yield f"s3://kept/runs?scheme=http&endpoint_override={host}%3A{port}&region=us-east-1"
-    running.stop()
+    with object_store("kept") as store:
+        yield f"s3://kept/runs?{store.options}"
 
 
 @pytest.fixture(params=["object store", "folder"])
