@@ -1,275 +1,29 @@
 """DeepSpeed on two gloo processes against plain PyTorch, ZeRO 0-3; resuming; the frozen hash. One start-up for everything."""
 
-import os
 import socket
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from aarlib.aar.config import AARConfig
-from aarlib.data.chat import Encoded, collate
-from aarlib.moe.loading import load_tokenizer
-from aarlib.runtime.batches import micro_batches
-from aarlib.runtime.checkpoints import (
-    TrainingState,
-    capture,
-    latest_state,
-    restore_optimizer,
-    restore_parameters,
-    save_state,
-    whole_values,
-)
+from aarlib.data.chat import collate
 from aarlib.runtime.engine import (
     Setup,
-    Trainee,
-    check_device,
     checkpoint_activations,
     fetch_experts_whole,
     learning_rate,
-    load_base,
-    make_engine,
     skip_shared_memory_build,
-    train_step,
 )
-from aarlib.runtime.sharding import check_frozen, frozen_hash, gathered
+from aarlib.runtime.sharding import check_frozen, frozen_hash
 from aarlib.training.adapter import fingerprint
-from aarlib.training.config import ModelConfig, OptimConfig
+from aarlib.training.config import OptimConfig
 from aarlib.training.methods import build_method
 from aarlib.training.objectives import next_token_ce
+from tests.runtime.engine_process import METHOD, OPTIM, STEPS, batches, process, reference
 from tests.tiny import FAMILIES, tiny_model
-
-STEPS, BATCH, RESUME_AT = 6, 8, 3
-METHOD = AARConfig(layers=(1, 2), window=4)
-OPTIM = OptimConfig(global_batch=BATCH, micro_batch=2, learning_rate=1e-3, max_grad_norm=0.05, weight_decay=0.01)
-
-
-def batches() -> list[list[Encoded]]:
-    """Unequal target counts; in step 1 none of the rows dealt to rank 1 has a target."""
-    generator = torch.Generator().manual_seed(0)
-    made: list[list[Encoded]] = []
-    for step in range(STEPS):
-        rows = []
-        for index in range(BATCH):
-            length = 30 - 2 * index
-            ids = torch.randint(3, 97, (length,), generator=generator).tolist()
-            targets = int(torch.randint(0, length - 1, (1,), generator=generator))
-            if step == 1 and index % 2 == 1:
-                targets = 0
-            rows.append(Encoded(f"{step}/{index}", ids, [j >= length - targets for j in range(length)], False))
-        made.append(rows)
-    return made
-
-
-def reference() -> dict[str, Tensor]:
-    """One process, no DeepSpeed, no micro-batches: AdamW on the mean over the batch's targets, clipped."""
-    model = tiny_model("olmoe")
-    handle = build_method(METHOD, 0).attach(model)
-    parameters = [parameter for _, parameter in handle.trainable()]
-    optimizer = torch.optim.AdamW(parameters, weight_decay=OPTIM.weight_decay, betas=OPTIM.betas)
-    setup = Setup(OPTIM, 0, 0, 1, STEPS)
-    for step, rows in enumerate(batches()):
-        result = next_token_ce(model, collate(rows, 0))
-        loss = result.ce_sum.sum() / result.num_targets.sum()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, OPTIM.max_grad_norm or 0.0)
-        optimizer.param_groups[0]["lr"] = learning_rate(setup, step)
-        optimizer.step()
-    return whole_values(handle.trainable())
-
-
-class Training:
-    """One engine on this process's share."""
-
-    def __init__(
-        self, model: Any, zero_stage: int, state: TrainingState | None = None, persistence_threshold: int | None = None
-    ) -> None:
-        self.setup = Setup(OPTIM, zero_stage, dist.get_rank(), dist.get_world_size(), STEPS, persistence_threshold)
-        method = build_method(METHOD, 0)
-        with gathered(list(model.parameters())):
-            self.handle = method.attach(model)
-        self.named = self.handle.trainable()
-        if state is not None:
-            restore_parameters(self.named, state.tensors)
-        self.engine = make_engine(Trainee(model, self.handle, method), self.setup)
-        if state is not None:
-            restore_optimizer(self.engine, self.named, state, zero_stage, self.idle_step)
-
-    def steps(self, first: int, last: int) -> list[float]:
-        norms = []
-        for step in range(first, last):
-            rows = batches()[step]
-            count = sum(row.num_targets for row in rows)
-            norms.append(train_step(self.engine, self.mine(rows), count, step, self.setup).grad_norm)
-        return norms
-
-    def mine(self, rows: list[Encoded]) -> list[dict[str, Tensor]]:
-        parts = micro_batches(rows, self.setup.rank, self.setup.world_size, 2)
-        return [collate(part, 0) for part in parts]
-
-    def idle_step(self) -> None:
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = 0.0
-        self.engine.set_gradient_accumulation_boundary(True)
-        self.engine.backward(sum(self.engine(self.mine(batches()[0])[0], 0).values()) * 0.0)
-        self.engine.step()
-
-    def close(self) -> dict[str, Tensor]:
-        values = whole_values(self.named)
-        self.engine.destroy()
-        self.handle.detach()
-        return values
-
-
-def process(rank: int, world_size: int, port: int, folder: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ |= {"WORLD_SIZE": str(world_size), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(minutes=5))
-    found: dict[str, Any] = {"targets": [[sum(r.num_targets for r in p) for p in _shares(rows)] for rows in batches()]}
-    model = tiny_model("olmoe")
-    before = frozen_hash(model)
-    for stage in (0, 1, 2, 3):
-        found[f"zero{stage}"] = _stage(model, stage, Path(folder))
-        found[f"hash{stage}"] = (before, frozen_hash(model))
-        found[f"flipped{stage}"] = _flipped(model)
-        found[f"fingerprint{stage}"] = fingerprint(model, gathered)
-    for stage in (0, 3):
-        found[f"checkpointed{stage}"] = _checkpointed(stage)
-    for stage in (0, 1, 2, 3):
-        found[f"bfloat16/{stage}"] = _bfloat16(stage)
-    found["partitioned"] = _partitioned(Path(folder))
-    if rank == 0:
-        torch.save(found, Path(folder) / "found.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _shares(rows: list[Encoded]) -> list[list[Encoded]]:
-    return [[row for part in micro_batches(rows, rank, 2, 2) for row in part] for rank in range(2)]
-
-
-def _stage(model: Any, stage: int, folder: Path) -> dict[str, Any]:
-    whole = Training(model, stage)
-    optimised = [parameter for group in whole.engine.optimizer.param_groups for parameter in group["params"]]
-    made = {
-        "in_training_mode": [name for name, module in whole.engine.module.named_modules() if module.training],
-        "only_trainable": stage > 0 or list(map(id, optimised)) == [id(parameter) for _, parameter in whole.named],
-        "on_meta": _device_error(whole.engine, "meta"),
-        "on_cpu": _device_error(whole.engine, "cpu"),
-    }
-    norms = whole.steps(0, RESUME_AT)
-    tensors = capture(whole.engine, whole.named, stage)
-    if dist.get_rank() == 0:
-        save_state(folder / str(stage), TrainingState("aar-seed0", RESUME_AT, 100, 1.5, tensors))
-    dist.barrier()
-    norms += whole.steps(RESUME_AT, STEPS)
-    values = whole.close()
-    resumed = Training(model, stage, latest_state(folder / str(stage)))
-    resumed.steps(RESUME_AT, STEPS)
-    errors = {}
-    try:
-        train_step(resumed.engine, resumed.mine(batches()[0]), 0, 7, resumed.setup)
-    except ValueError as error:
-        errors[dist.get_rank()] = str(error)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, errors)
-    return {"values": values, "resumed": resumed.close(), "norms": norms, "errors": everyone, "made": made}
-
-
-def _device_error(engine: Any, device: str) -> str | None:
-    try:
-        check_device(engine, torch.device(device))
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _checkpointed(stage: int) -> dict[str, Any]:
-    """The whole training with recomputed activations, and how often a layer ran."""
-    model = tiny_model("olmoe")
-    checkpoint_activations(model)
-    training = Training(model, stage)
-    runs = [0]
-    hook = model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: runs.__setitem__(0, runs[0] + 1))
-    training.steps(0, STEPS)
-    hook.remove()
-    modes = [name for name, module in model.named_modules() if module.training]
-    return {"values": training.close(), "runs": runs[0], "in_training_mode": modes}
-
-
-def _bfloat16(stage: int) -> dict[str, Any]:
-    """Two steps on a bfloat16 base; in the first each rank's tokens go to experts that the other's do not use."""
-    model = tiny_model("olmoe").to(torch.bfloat16)
-    before = frozen_hash(model)
-    hooks = [layer.mlp.experts.register_forward_pre_hook(_own_experts) for layer in model.model.layers]
-    training = Training(model, stage)
-    start = whole_values(training.named)
-    training.steps(0, 1)
-    for hook in hooks:
-        hook.remove()
-    training.steps(1, 2)
-    values = training.close()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, values)
-    return {"start": start, "values": everyone, "hash": (before, frozen_hash(model))}
-
-
-def _own_experts(experts: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    hidden, expert_ids, weights = arguments
-    own = torch.arange(expert_ids.shape[-1]) + (0 if dist.get_rank() == 0 else 5)
-    return hidden, own.expand_as(expert_ids).to(expert_ids.dtype), weights
-
-
-def _partitioned(folder: Path) -> dict[str, Any]:
-    """ZeRO-3 from a saved model, nothing kept whole: what each worker holds, what was read, and the training."""
-    path = folder / "saved"
-    if dist.get_rank() == 0:
-        model = tiny_model("olmoe")
-        model.save_pretrained(path, max_shard_size="20KB")
-        load_tokenizer("nano").save_pretrained(path)
-    dist.barrier()
-    setup = Setup(OPTIM, 3, dist.get_rank(), dist.get_world_size(), STEPS, persistence_threshold=0)
-    config = ModelConfig(name=str(path), dtype="float32", experts_implementation="eager")
-    model, _ = load_base(config, setup, torch.device("cpu"))
-    held = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    loaded = frozen_hash(model)
-    training = Training(model, 3, persistence_threshold=0)
-    held_trained = {name: parameter.numel() for name, parameter in training.named}
-    training.steps(0, STEPS)
-    found = {
-        "held": held,
-        "held_trained": held_trained,
-        "hash": (loaded, frozen_hash(model)),
-        "values": training.close(),
-    }
-    return {**found, "fingerprint": fingerprint(model, gathered)}
-
-
-def _flipped(model: Any) -> str:
-    """The hash with the sign of one element of the last expert tensor flipped, which is then put back."""
-    import deepspeed
-
-    parameter = dict(model.named_parameters())["model.layers.1.mlp.experts.down_proj"]
-
-    def flip() -> None:
-        if hasattr(parameter, "ds_id"):
-            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-                parameter.data.view(-1)[-1].neg_()
-        else:
-            parameter.data.view(-1)[-1].neg_()
-
-    flip()
-    changed = frozen_hash(model)
-    flip()
-    return changed
 
 
 @pytest.fixture(scope="module")
