@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from tests.runtime.conversations import run_config, save_model, write_conversations
-from tests.runtime.test_trainer import start_driver
+from tests.runtime.processes import start_driver
 
 pytest.importorskip("ray")
 

@@ -1,6 +1,7 @@
 """Units of rows, splits by document, and FDAA through the trainer: workers, a population and the cache change nothing."""
 
 import json
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.runtime.conversations import save_model
+from tests.runtime.processes import kill_a_worker
 
 pytestmark = pytest.mark.ray
 pytest.importorskip("ray")
@@ -41,7 +43,7 @@ def config(folder: Path, name: str, **changes: Any) -> RunConfig:
             "held_out": 0.2, "test": 0.2, "sequence_length": 32, "unit_rows": 4, "order_seed": 0,
         },
         "method": {"fdaa": {"name": "fdaa", "layers": [1, 2]}},
-        "optim": {"learning_rate": 1e-3, "global_batch": 8, "micro_batch": 2, "max_steps": 6, "epochs": 9, "log_every": 3},
+        "optim": {"learning_rate": 1e-3, "global_batch": 8, "micro_batch": 2, "max_steps": 12, "epochs": 9, "log_every": 3},
         "ray": {"storage": str(folder / "runs"), "num_workers": 2, "checkpoint_every": 3},
     }  # fmt: skip
     return RunConfig.from_mapping(values).updated(changes)
@@ -126,26 +128,41 @@ def lines(folder: Path, name: str, run: str, file: str) -> list[Any]:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_workers_a_population_and_the_cache_change_nothing(local_ray: Any, folder: Path) -> None:
+def test_workers_a_population_the_cache_and_a_killed_worker_change_nothing(local_ray: Any, folder: Path) -> None:
+    """Every head of the population against its training alone; the population again, its worker killed after a checkpoint."""
     two = {"two": {"name": "fdaa", "layers": [1, 2], "kl_weight": 0.5}, "fdaa": {"name": "fdaa", "layers": [1, 2]}}
-    train(config(folder, "alone", **{"ray.num_workers": 2}))
-    train(config(folder, "one", **{"ray.num_workers": 1}))
-    together = {"optim.population": True, "optim.prefix_cache_gib": 0.01, "ray.num_workers": 1, "seeds": [0, 1]}
-    static = {"static": {"name": "static_calibrator", "layers": [1, 2]}}
-    train(config(folder, "together", **together, method=two | static))
-    alone, one, all_of = (adapters(folder, name) for name in ("alone", "one", "together"))
+    methods = two | {"static": {"name": "static_calibrator", "layers": [1, 2]}}
+    one_worker = {"ray.num_workers": 1, "seeds": [0, 1]}
+    train(config(folder, "two_workers", **{"ray.num_workers": 2}))
+    train(config(folder, "apart", **one_worker, method=methods))
+    together = {"optim.population": True, "optim.prefix_cache_gib": 0.01, **one_worker}
+    train(config(folder, "together", **together, method=methods))
+    killer = threading.Thread(target=kill_a_worker, args=(folder / "runs/killed/fdaa-seed0/rows.jsonl", 5))
+    killer.start()
+    train(config(folder, "killed", **together, method=methods))
+    killer.join()
+    names = ("two_workers", "apart", "together", "killed")
+    two_workers, apart, all_of, killed = (adapters(folder, name) for name in names)
     assert set(all_of) == {"two-seed0", "two-seed1", "fdaa-seed0", "fdaa-seed1", "static-seed0"}
     assert not list((folder / "runs" / "together" / "prefix_cache").glob("*"))
-    moved = max(float(tensor.abs().max()) for key, tensor in alone["fdaa-seed0"].items() if "score" in key)
+    moved = max(float(tensor.abs().max()) for key, tensor in apart["fdaa-seed0"].items() if "score" in key)
     assert moved > 1e-3
-    for ours, theirs, tolerance in ((one, alone, 1e-5), (all_of, one, 1e-6)):
-        for key, tensor in theirs["fdaa-seed0"].items():
-            assert float((ours["fdaa-seed0"][key] - tensor).abs().max()) < tolerance
+    assert largest(two_workers["fdaa-seed0"], apart["fdaa-seed0"]) < 1e-5
+    assert len((folder / "runs" / "killed" / "starts.jsonl").read_text().splitlines()) == 2
+    for name in all_of:
+        assert largest(all_of[name], apart[name]) < 1e-6, name
+        assert largest(killed[name], all_of[name]) < 1e-6, name
+        assert lines(folder, "killed", name, "rows.jsonl") == lines(folder, "apart", name, "rows.jsonl")
     difference = all_of["two-seed0"]["head.mix.weight"] - all_of["fdaa-seed0"]["head.mix.weight"]
     assert float(difference.abs().max()) > 1e-5
     metrics = lines(folder, "together", "fdaa-seed0", "metrics.jsonl")[-1]
     assert {"train/ce", "train/kl_penalty", "train/score_penalty"} <= metrics.keys()
     rows = lines(folder, "together", "fdaa-seed0", "rows.jsonl")
-    assert rows == lines(folder, "alone", "fdaa-seed0", "rows.jsonl")
+    assert rows == lines(folder, "two_workers", "fdaa-seed0", "rows.jsonl")
     result = json.loads((folder / "runs" / "together" / "static-seed0" / "result.json").read_text())
-    assert result["frozen_sha256_before"] == result["frozen_sha256_after"] and result["steps"] == 6
+    assert result["frozen_sha256_before"] == result["frozen_sha256_after"] and result["steps"] == 12
+
+
+def largest(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[key] - theirs[key]).abs().max()) for key in ours)

@@ -2,10 +2,7 @@
 
 import contextlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,8 +14,8 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.conftest import RAY_ENVIRONMENT
 from tests.runtime.conversations import run_config, save_model, write_conversations
+from tests.runtime.processes import kill_a_worker, start_driver, train_workers, wait_for
 
 pytestmark = pytest.mark.ray
 pytest.importorskip("ray")
@@ -141,7 +138,7 @@ def test_a_finished_run_is_not_run_again(bench: Bench, two_workers: TrainingResu
 
 def test_a_killed_worker_changes_nothing(bench: Bench, two_workers: TrainingResult) -> None:
     config = bench.config("killed")
-    killer = threading.Thread(target=_kill_a_worker, args=(Path(config.ray.storage) / "killed" / RUN / "rows.jsonl", 5))
+    killer = threading.Thread(target=kill_a_worker, args=(Path(config.ray.storage) / "killed" / RUN / "rows.jsonl", 5))
     killer.start()
     killed = bench.train("killed")
     killer.join()
@@ -164,8 +161,8 @@ def test_a_killed_driver_and_a_killed_tree_change_nothing(
     config = bench.config("orphaned")
     folder = Path(config.ray.storage) / "orphaned"
     driver = start_driver(config, tmp_path)
-    _wait_for(folder / RUN / "rows.jsonl", 5, driver)
-    orphans = _train_workers(psutil.Process(driver.pid))
+    wait_for(folder / RUN / "rows.jsonl", 5, driver)
+    orphans = train_workers(psutil.Process(driver.pid))
     assert len(orphans) == 2
     for orphan in orphans:
         orphan.suspend()
@@ -174,15 +171,15 @@ def test_a_killed_driver_and_a_killed_tree_change_nothing(
     first = checkpoints(folder / RUN)[-1].name
 
     driver = start_driver(config, tmp_path)
-    while len(_train_workers(psutil.Process(driver.pid))) < 2:
+    while len(train_workers(psutil.Process(driver.pid))) < 2:
         assert driver.poll() is None
         time.sleep(0.1)
     time.sleep(5)
     assert len((folder / "starts.jsonl").read_text().splitlines()) == 1, "two worker groups write at once"
     for orphan in orphans:
         orphan.kill()
-    _wait_for(folder / "starts.jsonl", 2, driver)
-    _wait_for(folder / RUN / "rows.jsonl", 8, driver)
+    wait_for(folder / "starts.jsonl", 2, driver)
+    wait_for(folder / RUN / "rows.jsonl", 8, driver)
     for process in [*psutil.Process(driver.pid).children(recursive=True), psutil.Process(driver.pid)]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -198,38 +195,6 @@ def test_a_killed_driver_and_a_killed_tree_change_nothing(
     starts = [json.loads(line)["num_workers"] for line in (folder / "starts.jsonl").read_text().splitlines()]
     assert starts == [2, 2, 1]
     assert not checkpoints(folder / RUN)
-
-
-TRAIN = "from aarlib.runtime.trainer import train as run"
-
-
-def start_driver(config: RunConfig, folder: Path, what: str = TRAIN) -> subprocess.Popen[bytes]:
-    """`what` imports a function `run` of a config, called in a process of its own with a Ray of its own."""
-    path = folder / "config.json"
-    path.write_text(config.to_json())
-    code = (
-        "import sys; from pathlib import Path; from aarlib.training.config import RunConfig; "
-        f"{what}; run(RunConfig.model_validate_json(Path(sys.argv[1]).read_text()))"
-    )
-    environment = {**os.environ, **RAY_ENVIRONMENT}
-    environment.pop("RAY_ADDRESS", None)
-    with (folder / "driver.log").open("ab") as log:
-        return subprocess.Popen([sys.executable, "-c", code, str(path)], env=environment, stdout=log, stderr=log)
-
-
-def _train_workers(driver: psutil.Process) -> list[psutil.Process]:
-    found = []
-    for process in driver.children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if "RayTrainWorker" in process.name() + "".join(process.cmdline()):
-                found.append(process)
-    return found
-
-
-def _wait_for(history: Path, count: int, driver: subprocess.Popen[bytes]) -> None:
-    while not history.is_file() or len(history.read_text().splitlines()) < count:
-        assert driver.poll() is None, "the driver ended before it could be killed"
-        time.sleep(0.02)
 
 
 def test_a_workers_value_error_ends_the_training_at_once(bench: Bench, two_workers: TrainingResult) -> None:
@@ -277,15 +242,6 @@ def test_three_workers_and_packed_rows_are_two_workers(bench: Bench, two_workers
     packed = bench.train("packed", **{"ray.num_workers": 3, "data.packing": True})
     assert largest(adapter(packed), adapter(two_workers)) < 1e-5
     assert lines(packed, "rows.jsonl") == lines(two_workers, "rows.jsonl")
-
-
-def _kill_a_worker(history: Path, steps: int) -> None:
-    """SIGKILL one Train worker of this process's Ray once `history` has as many steps, past the first checkpoint."""
-    while not history.is_file() or len(history.read_text().splitlines()) < steps:
-        time.sleep(0.02)
-    workers = _train_workers(psutil.Process())
-    workers[-1].kill()
-    (history.parent / "killed").write_text(str(workers[-1].pid))
 
 
 def test_more_workers_than_the_cluster_has(bench: Bench) -> None:
