@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
@@ -17,6 +18,8 @@ EXCLUDES = (".git", ".venv", "__pycache__", ".*_cache", "*.egg-info")
 PASSED_ON = ("HF_HOME", "HF_TOKEN", "MLFLOW_TRACKING_URI")
 MAX_MIB = 100.0
 SHOWN = 8
+NO_AGENT = "No available agent to submit job"
+AGENT_WAIT_S, AGENT_POLL_S = 60.0, 5.0
 
 
 class Upload(NamedTuple):
@@ -70,13 +73,26 @@ def runtime_env(folder: Path) -> dict[str, Any]:
 def submit(address: str, entrypoint: str, folder: Path, show: Callable[[str], None]) -> str:
     """Submit, pass the log on to `show` line by line, and return how the job ended, such as SUCCEEDED."""
     client = JobSubmissionClient(address)
-    job = client.submit_job(entrypoint=entrypoint, runtime_env=runtime_env(folder))
+    job = _submitted(client, entrypoint, runtime_env(folder), show)
     show(f"job {job} at {address}; stop it with: ray job stop --address {address} {job}\n")
     asyncio.run(_follow(client, job, show))
     status = client.get_job_status(job)
     if status is not JobStatus.SUCCEEDED:
         show(f"{client.get_job_info(job).message}\n")
     return str(status.value)
+
+
+def _submitted(client: JobSubmissionClient, entrypoint: str, env: dict[str, Any], show: Callable[[str], None]) -> str:
+    """The job's id. A head that has just started has no agent to take jobs yet: it is asked again for AGENT_WAIT_S."""
+    deadline = time.monotonic() + AGENT_WAIT_S
+    while True:
+        try:
+            return client.submit_job(entrypoint=entrypoint, runtime_env=env)
+        except RuntimeError as error:
+            if NO_AGENT not in str(error) or time.monotonic() > deadline:
+                raise
+            show("the cluster takes no jobs yet; asking again\n")
+            time.sleep(AGENT_POLL_S)
 
 
 async def _follow(client: JobSubmissionClient, job: str, show: Callable[[str], None]) -> None:

@@ -118,14 +118,17 @@ def sweep(config: RunConfig, study: Study, name: str) -> SweepResult:
             record_data(folder, shared.corpus)
         tracked = tracking.start(base, folder, with_children=False)
         status, problems = tracking.FAILED, list(tracked.problems)
+        stopped: list[Path] = []
         try:
             grid = _tuner(base, study, folder, tracked, shared).fit()
             trials = _collect(base, study, folder, grid)
+            stopped = [folder / "trials" / trial for trial in trials.loc[trials["status"] == "stopped", "trial"]]
             _draw(Sweep(name, trials), folder)
             status = tracking.FINISHED
         finally:
             files = (folder / file for file in ("results.csv", "results.json", STUDY, FIGURE))
-            problems += tracking.finish(tracked, status, {}, tuple(path for path in files if path.is_file()))
+            artifacts = tuple(path for path in files if path.is_file())
+            problems += tracking.finish(tracked, status, {}, artifacts, stopped)
     best = {path: trials.iloc[0][path] for path in study.space}
     return SweepResult(folder, Sweep(name, trials), best, tracked, tuple(problems))
 

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,8 +81,17 @@ def start_trial(config: RunConfig, folder: Path, sweep: Tracking) -> Tracking:
     return sweep._replace(children=children or {}, owns_parent=False, problems=tuple(problems))
 
 
-def finish(tracking: Tracking, status: str, children: Mapping[str, str], artifacts: tuple[Path, ...] = ()) -> list[str]:
-    """End the children with their status (FINISHED or FAILED) and the parent with `status`; returns what went wrong."""
+def finish(
+    tracking: Tracking,
+    status: str,
+    children: Mapping[str, str],
+    artifacts: tuple[Path, ...] = (),
+    stopped: Collection[Path] = (),
+) -> list[str]:
+    """End the children with their status (FINISHED or FAILED) and the parent with `status`; returns what went wrong.
+
+    `stopped`: run directories of trials that a scheduler ended, whose runs that did not finish are KILLED.
+    """
     problems: list[str] = []
     if tracking.parent is None:
         return problems
@@ -93,7 +102,8 @@ def finish(tracking: Tracking, status: str, children: Mapping[str, str], artifac
         for name, run_id in tracking.children.items():
             client.set_terminated(run_id, children.get(name, FAILED))
         if tracking.owns_parent:
-            _close_children(client, tracking.experiment_id, parent)
+            _close_children(client, tracking.experiment_id, parent, stopped)
+            _close_abandoned(client, tracking.experiment_id)
         for artifact in artifacts:
             client.log_artifact(parent, str(artifact))
         if tracking.owns_parent:
@@ -245,11 +255,13 @@ def _close_abandoned(client: Any, experiment_id: str) -> None:
             client.set_terminated(run.info.run_id, FAILED)
 
 
-def _close_children(client: Any, experiment_id: str, parent: str) -> None:
-    """Trials that a scheduler stopped had no chance to end their runs."""
-    running = f"attributes.status = 'RUNNING' and tags.mlflow.parentRunId = '{parent}'"
-    for run in client.search_runs([experiment_id], running, max_results=1000):
-        client.set_terminated(run.info.run_id, KILLED)
+def _close_children(client: Any, experiment_id: str, parent: str, stopped: Collection[Path]) -> None:
+    """Trials that a scheduler stopped had no chance to end their runs, or ended them as failed on the way out."""
+    folders = {str(folder) for folder in stopped}
+    for run in client.search_runs([experiment_id], f"tags.mlflow.parentRunId = '{parent}'", max_results=1000):
+        of_stopped = str(Path(run.data.tags["aarlib.folder"]).parent) in folders
+        if run.info.status == "RUNNING" or (of_stopped and run.info.status != FINISHED):
+            client.set_terminated(run.info.run_id, KILLED)
 
 
 def _alive(tags: Mapping[str, str]) -> bool:

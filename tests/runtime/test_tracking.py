@@ -73,6 +73,16 @@ def test_parent_children_metrics_and_abandoned_runs(tmp_path: Path) -> None:
     tracking.finish(trial, tracking.FINISHED, {})
     assert client.get_run(second.parent).info.status == "RUNNING"
 
+    stopped = claim(settings.updated({"name": "run/trials/00001"}))
+    cut = tracking.start_trial(settings, stopped, second)
+    tracking.finish(cut, tracking.FAILED, {"sft-seed0": tracking.FINISHED})
+    orphan = client.create_run(first.experiment_id, tags=tags).info.run_id
+    assert tracking.finish(second, tracking.FINISHED, {}, stopped=[stopped]) == []
+    statuses = [client.get_run(cut.children[name]).info.status for name in ("sft-seed0", "aar-seed0")]
+    assert statuses == ["FINISHED", "KILLED"]
+    assert client.get_run(trial.children["aar-seed0"]).info.status == "FAILED"
+    assert client.get_run(orphan).info.status == "FAILED"
+
 
 def test_the_store_is_the_configs_then_the_environments_then_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,8 +3,10 @@
 import contextlib
 import json
 import shutil
+import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -195,6 +197,43 @@ def test_a_killed_driver_and_a_killed_tree_change_nothing(
     starts = [json.loads(line)["num_workers"] for line in (folder / "starts.jsonl").read_text().splitlines()]
     assert starts == [2, 2, 1]
     assert not checkpoints(folder / RUN)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this user may not mount a small disk")
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+def fill_the_disk(history: Path, steps: int) -> None:
+    """To the last byte, once `history` has as many steps, past the first checkpoint."""
+    while not history.is_file() or len(history.read_text().splitlines()) < steps:
+        time.sleep(0.02)
+    with (history.parents[2] / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+        while True:
+            filler.write(bytes(1 << 12))
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_full_disk_ends_a_training_that_goes_on_when_there_is_room(
+    bench: Bench, two_workers: TrainingResult, small_disk: Path
+) -> None:
+    config = bench.config("full", **{"ray.storage": str(small_disk)})
+    threading.Thread(target=fill_the_disk, args=(small_disk / "full" / RUN / "rows.jsonl", 5)).start()
+    with pytest.raises(Exception, match="No space left on device"):
+        train(config)
+    saved = [path.name for path in checkpoints(small_disk / "full" / RUN)]
+    assert saved and not (small_disk / "full" / RUN / "result.json").exists()
+    (small_disk / "filler").unlink()
+    ended = train(config)
+    assert largest(adapter(ended), adapter(two_workers)) < 1e-6
+    assert lines(ended, "rows.jsonl") == lines(two_workers, "rows.jsonl")
+    assert [line["step"] for line in lines(ended, "metrics.jsonl")] == [0, 5, 9]
 
 
 def test_a_workers_value_error_ends_the_training_at_once(bench: Bench, two_workers: TrainingResult) -> None:
