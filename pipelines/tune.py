@@ -26,8 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         study = load_study(space)
         from aarlib.report.tables import sweep_table
         from aarlib.report.text import as_text, sweep_display
-        from aarlib.runtime.sweep import check_space, resolved, sweep, trial_config
+        from aarlib.runtime.sweep import sweep
         from aarlib.runtime.trainer import check
+        from aarlib.runtime.tune_study import check_space, resolved, trial_config
 
         study = resolved(study, config)
         if arguments.dry_run:

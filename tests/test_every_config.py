@@ -79,7 +79,7 @@ def test_two_steps(name: str) -> None:
 @pytest.mark.parametrize("space", SPACES)
 def test_two_steps_of_every_corner_of_a_space(space: str) -> None:
     pytest.importorskip("ray")
-    from aarlib.runtime.sweep import resolved, trial_config
+    from aarlib.runtime.tune_study import resolved, trial_config
 
     study = getattr(import_module(f"tune_spaces.{space}"), "STUDY")  # noqa: B009
     labels = {path.split(".")[1] for path in study.space if path.startswith("method.")}

@@ -4,7 +4,7 @@ from typing import Any
 
 from ray import tune
 
-from aarlib.runtime.sweep import Study, asha
+from aarlib.runtime.tune_study import Study, asha
 
 
 def contiguous(layers: tuple[int, ...]) -> dict[str, Any]:

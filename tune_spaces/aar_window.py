@@ -2,7 +2,7 @@
 
 from ray import tune
 
-from aarlib.runtime.sweep import Study, asha, optuna
+from aarlib.runtime.tune_study import Study, asha, optuna
 
 STUDY = Study(
     space={"method.aar.window": tune.randint(4, 65)},

@@ -2,7 +2,7 @@
 
 from ray import tune
 
-from aarlib.runtime.sweep import Study
+from aarlib.runtime.tune_study import Study
 
 STUDY = Study(
     space={

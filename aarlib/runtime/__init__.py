@@ -8,7 +8,7 @@ _HOME = {
     "TrainingResult": "trainer",
     "plan": "plan",
     "sweep": "sweep",
-    "Study": "sweep",
+    "Study": "tune_study",
     "SweepResult": "sweep",
 }
 

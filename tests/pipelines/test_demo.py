@@ -71,7 +71,7 @@ def test_help_loads_nothing_heavy_and_a_bad_field_is_named(capsys):
 SMALL = """
 import sys
 from ray import tune
-from aarlib.runtime.sweep import Study
+from aarlib.runtime.tune_study import Study
 import tune_spaces.aar_window_layers as space
 from pipelines import demo
 space.STUDY = Study(space={"method.aar.window": tune.grid_search([4, 16])}, fixed={"ray.num_workers": 1, "optim.max_steps": 1})

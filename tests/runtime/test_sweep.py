@@ -23,7 +23,8 @@ from aarlib.report.figures import DARK  # noqa: E402
 from aarlib.report.records import Sweep  # noqa: E402
 from aarlib.report.sweep_figures import sweep_overview  # noqa: E402
 from aarlib.runtime import tracking  # noqa: E402
-from aarlib.runtime.sweep import Study, asha, check_sweep, sweep, trial_name  # noqa: E402
+from aarlib.runtime.sweep import check_sweep, sweep, trial_name  # noqa: E402
+from aarlib.runtime.tune_study import Study, asha  # noqa: E402
 from aarlib.training.config import RunConfig  # noqa: E402
 
 
