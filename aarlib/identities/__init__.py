@@ -3,6 +3,9 @@
 from aarlib.identities.audit import ReplayError as ReplayError
 from aarlib.identities.audit import gradients_against_autograd as gradients_against_autograd
 from aarlib.identities.audit import replay_against_full_forward as replay_against_full_forward
+from aarlib.identities.eager import eager_attention as eager_attention
+from aarlib.identities.eager import eager_capture as eager_capture
+from aarlib.identities.eager import materialised as materialised
 from aarlib.identities.fdaa import FixedDispatch as FixedDispatch
 from aarlib.identities.fdaa import attach_random_head as attach_random_head
 from aarlib.identities.fdaa import fixed_dispatch as fixed_dispatch
@@ -16,13 +19,10 @@ from aarlib.identities.routing import batch_against_single as batch_against_sing
 from aarlib.identities.routing import bite as bite
 from aarlib.identities.routing import default_attach as default_attach
 from aarlib.identities.routing import disabled_is_stock as disabled_is_stock
-from aarlib.identities.routing import eager_attention as eager_attention
-from aarlib.identities.routing import eager_capture as eager_capture
 from aarlib.identities.routing import error as error
 from aarlib.identities.routing import expert_sum_against_block as expert_sum_against_block
 from aarlib.identities.routing import gradients_against_eager as gradients_against_eager
 from aarlib.identities.routing import logits_against_eager as logits_against_eager
-from aarlib.identities.routing import materialised as materialised
 from aarlib.identities.routing import packed_against_single as packed_against_single
 from aarlib.identities.routing import picks_agree as picks_agree
 from aarlib.identities.routing import prefill_against_decode as prefill_against_decode

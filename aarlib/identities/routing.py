@@ -3,20 +3,20 @@
 An error is max|a - b| / max(1, max|b|) over the positions that are not padding: absolute for values up to 1, relative above.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, linear, pad
+from torch.nn.functional import cross_entropy, linear
 
 from aarlib.aar.attach import RoutingHandle
 from aarlib.aar.config import AARConfig, RouterSFTConfig
 from aarlib.aar.measure import picks_kept, routing_change
+from aarlib.identities.eager import eager_attention, eager_capture_into, materialised
 from aarlib.moe.anatomy import anatomy
-from aarlib.moe.attention import CaptureRequest
 from aarlib.moe.dispatch import Selector
 from aarlib.moe.families import Family
 from aarlib.moe.packing import packed_inputs
@@ -102,7 +102,7 @@ def windows_against_eager(
         model(**inputs)
     expected: dict[int, Tensor] = {}
     with eager_attention(model), torch.no_grad():
-        removers = [_eager_capture_into(parts.layers[index].attention, window, index, expected) for index in layers]
+        removers = [eager_capture_into(parts.layers[index].attention, window, index, expected) for index in layers]
         model(**inputs)
     for remove in removers:
         remove()
@@ -242,70 +242,6 @@ def expert_sum_against_block(
         for index in parts.moe_layers
     }
     return max(measure(sums[index], outputs[index].reshape(sums[index].shape)) for index in parts.moe_layers)
-
-
-@contextmanager
-def materialised(model: Any, handle: RoutingHandle) -> Iterator[None]:
-    """Feed the attached routers from the model's own eager attention weights: the plain way, for comparison."""
-    stock_capture = handle.capture
-    handle.enabled = False
-    handle.capture = eager_capture
-    try:
-        with eager_attention(model):
-            handle.enabled = True
-            yield
-            handle.enabled = False
-    finally:
-        handle.enabled = False
-        handle.capture = stock_capture
-        handle.enabled = True
-
-
-def eager_capture(attention: nn.Module, request: CaptureRequest) -> Callable[[], None]:
-    """Deliver windows cut from the [B,H,S,N] weights that eager attention returns."""
-
-    def wrapper(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        output = inner(*args, **kwargs)
-        weights, mask = output[1].float(), kwargs.get("attention_mask")
-        if mask is not None:
-            weights = weights.masked_fill(mask[..., : weights.shape[-1]] <= torch.finfo(mask.dtype).min / 2, 0.0)
-        assert request.window is not None
-        windows = _cut(weights.mean(1), request.window)
-        request.deliver(windows if request.window_grad else windows.detach(), None)
-        return output
-
-    return wrap_forward(attention, wrapper, Rank.ROUTER)
-
-
-def _cut(weights_BSN: Tensor, window: int) -> Tensor:
-    """The `window` entries of each row that end on its own key."""
-    length, keys = weights_BSN.shape[1:]
-    padded = pad(weights_BSN, (window, 0))
-    return torch.stack(
-        [padded[:, row, keys - length + row + 1 : keys - length + row + 1 + window] for row in range(length)], dim=1
-    )
-
-
-def _eager_capture_into(
-    attention: nn.Module | None, window: int, index: int, into: dict[int, Tensor]
-) -> Callable[[], None]:
-    assert attention is not None
-
-    def deliver(windows: Tensor | None, _: Tensor | None) -> None:
-        assert windows is not None
-        into[index] = windows
-
-    return eager_capture(attention, CaptureRequest(window, window_grad=False, sink_index=None, deliver=deliver))
-
-
-@contextmanager
-def eager_attention(model: Any) -> Iterator[None]:
-    stock = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(stock)
 
 
 def _keep_output(outputs: dict[int, Tensor], index: int) -> Callable[..., Any]:

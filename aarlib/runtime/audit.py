@@ -4,11 +4,7 @@ A unit is a shard of windows at all audited layers: the prefix, the native suffi
 once and not once a layer. One record for each (window, layer, horizon); RECORD_COLUMNS.
 """
 
-import json
-import logging
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,16 +13,13 @@ import torch
 from torch import Tensor
 
 from aarlib.audit.actions import action_names, check_freedom
-from aarlib.audit.config import FIRST_POSITION, AuditConfig, DomainConfig
 from aarlib.audit.gradients import Credit, credits, utilities
 from aarlib.audit.replay import Isolation, action_ce
 from aarlib.config import Config
-from aarlib.data.corpora import FORMATS, TextDocument, read_documents, separator_id, split_of, windows
-from aarlib.data.sampling import row_hash
-from aarlib.data.sources import expand_sources
 from aarlib.moe.anatomy import Anatomy, anatomy
-from aarlib.moe.loading import NANO, load_config, load_tokenizer, meta_model
+from aarlib.moe.loading import load_config, meta_model
 from aarlib.runtime.audit_config import AuditRunConfig
+from aarlib.runtime.audit_units import draw_units
 from aarlib.runtime.evaluation import load_base
 from aarlib.runtime.units import Resources, Unit, run_units
 from aarlib.studies.audit import ALL_SEEDS, POOLED
@@ -34,12 +27,6 @@ from aarlib.studies.intervals import select
 from aarlib.training.adapter import load_adapter
 from aarlib.training.config import ModelConfig
 
-logger = logging.getLogger("aarlib")
-
-SPLITS = ("development", "locked")
-NANO_DOCUMENTS = 12_000
-SPARE = 2
-"""Reading stops when every split has so many times the windows that are needed."""
 RECORD_COLUMNS = {
     "domain": "name of the corpus",
     "seed": "draw of windows and positions",
@@ -97,109 +84,6 @@ def check(config: AuditRunConfig) -> Anatomy:
     for layer in config.audit.layers:
         parts.moe_layer(layer)
     return parts
-
-
-def draw_units(config: AuditRunConfig) -> list[dict[str, Any]]:
-    """Shards of windows with their audited positions, seed by seed; the same for any number of actors."""
-    tokenizer = load_tokenizer(config.model.name, config.model.revision)
-    size = config.audit.windows_per_unit
-    drawn = {
-        domain: draw_windows(domain, source, config.audit, tokenizer) for domain, source in config.audit.domains.items()
-    }
-    units = []
-    for seed in config.audit.seeds:
-        for domain, rows in drawn.items():
-            own = [row for row in rows if row["seed"] == seed]
-            for start in range(0, len(own), size):
-                units.append({"id": f"{domain}-seed{seed}-{start // size:04d}", "windows": own[start : start + size]})
-    return units
-
-
-def draw_windows(domain: str, source: DomainConfig, config: AuditConfig, tokenizer: Any) -> list[dict[str, Any]]:
-    """Windows of every seed and split, seeds disjoint; by a hash of their place, so alike on every machine."""
-    wanted = {"development": config.development, "locked": config.locked}
-    rows: dict[str, list[Any]] = {split: [] for split in SPLITS}
-    separator, waiting = separator_id(tokenizer), {split: list[TextDocument]() for split in SPLITS}
-    enough = {split: SPARE * len(config.seeds) * count for split, count in wanted.items()}
-    for batch in _batches(domain_documents(source.source), 200):
-        for document in batch:
-            split = split_of(document.doc_id, 1 - config.locked_share, config.locked_share)
-            waiting["locked" if split == "test" else "development"].append(document)
-        for split, found in waiting.items():
-            groups = [found] if source.joined else [[document] for document in found]
-            rows[split] += chain.from_iterable(windows(group, tokenizer, config.window, separator) for group in groups)
-            waiting[split] = []
-        if all(len(rows[split]) >= count for split, count in enough.items()):
-            break
-    drawn = []
-    for split, count in wanted.items():
-        chosen = sorted(rows[split], key=lambda row: row_hash(row.row_id, "audit"))
-        if len(chosen) < count * len(config.seeds):
-            raise ValueError(
-                f"audit.domains.{domain}: {len(config.seeds)} seeds of {count} {split} windows of {config.window} tokens are "
-                f"asked for and {source.source!r} gives {len(chosen)}; shorten audit.window, ask for fewer, set joined, "
-                "or give more text"
-            )
-        for index, seed in enumerate(config.seeds):
-            for row in chosen[index * count : (index + 1) * count]:
-                drawn.append(
-                    {
-                        "domain": domain,
-                        "seed": seed,
-                        "split": split,
-                        "window": row.row_id,
-                        "position": _position(row.row_id, seed, config),
-                        "tokens": row.input_ids,
-                    }
-                )
-    return drawn
-
-
-def _position(row_id: str, seed: int, config: AuditConfig) -> int:
-    """Uniform where the longest numbered horizon fits and t >= 8."""
-    choices = config.window - config.longest_horizon - FIRST_POSITION
-    return FIRST_POSITION + row_hash(row_id, f"position/{seed}") % choices
-
-
-def domain_documents(source: str) -> Iterator[TextDocument]:
-    if source.startswith("nano:"):
-        yield from nano_documents(source.removeprefix("nano:"), NANO_DOCUMENTS)
-        return
-    headings = source.startswith("wikitext:")
-    for path in _text_files(os.path.expandvars(source.removeprefix("wikitext:"))):
-        yield from read_documents(path, "headings" if headings else "whole")
-
-
-def _text_files(pattern: str) -> list[str]:
-    if "$" in pattern:
-        raise ValueError(f"audit.domains: {pattern!r} names an environment variable that is not set; export it")
-    try:
-        return expand_sources([pattern], FORMATS)
-    except ValueError as error:
-        raise ValueError(f"audit.domains: {str(error).removeprefix('data.train: ')}") from None
-
-
-def nano_documents(register: str, count: int) -> Iterator[TextDocument]:
-    """Different held-out articles of the bundled model's world."""
-    from aarlib.nano.config import WorldConfig
-    from aarlib.nano.folder import WORLD_FILE
-    from aarlib.nano.world import register_texts
-
-    path = NANO / WORLD_FILE
-    world = WorldConfig.from_mapping(json.loads(path.read_text(encoding="utf-8")), origin=str(path))
-    for number, text in enumerate(dict.fromkeys(register_texts(world, register, count)), 1):
-        yield TextDocument(f"nano-{register}:{number}", text)
-
-
-def _batches(found: Iterator[TextDocument], size: int) -> Iterator[list[TextDocument]]:
-    batch: list[TextDocument] = []
-    for document in found:
-        batch.append(document)
-        if len(batch) == size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
 
 
 class Auditor:

@@ -9,7 +9,8 @@ from uuid import uuid4
 import pandas as pd
 
 from aarlib.moe.loading import load_model, load_tokenizer
-from aarlib.runtime.harness import HarnessSettings, TaskSource, resolve_tasks, score, task_manager
+from aarlib.runtime.harness import HarnessSettings, score
+from aarlib.runtime.harness_tasks import TaskSource, resolve_tasks, task_manager
 from aarlib.runtime.tracking import record_scores
 from aarlib.runtime.units import Resources, Unit, run_units
 from aarlib.training.adapter import fingerprint, load_adapter, read_metadata

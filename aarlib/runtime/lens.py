@@ -1,6 +1,5 @@
 """The lens over a corpus, in two rounds of units: influence on every piece, then what was influential really taken away."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,15 +16,13 @@ from aarlib.lens.ranking import moments_and_aarv
 from aarlib.lens.scores import Reading, closure_error, layer_scores, read
 from aarlib.lens.uses import pick_counts, prefetch_recall
 from aarlib.moe.anatomy import Anatomy, anatomy
-from aarlib.moe.loading import load_config, load_tokenizer, meta_model
-from aarlib.runtime.audit import domain_documents
+from aarlib.moe.loading import load_config, meta_model
 from aarlib.runtime.evaluation import load_base
 from aarlib.runtime.lens_config import LensRunConfig
+from aarlib.runtime.lens_pieces import influence_units, with_texts
 from aarlib.runtime.units import Resources, Unit, run_units
 from aarlib.training.adapter import load_adapter
 from aarlib.training.config import ModelConfig
-
-logger = logging.getLogger("aarlib")
 
 BY_DOCUMENT = {"layer": layer_sums, "head": head_sums}
 COLUMNS = {
@@ -54,13 +51,6 @@ COLUMNS = {
 }
 
 
-class Piece(NamedTuple):
-    number: int
-    document: str
-    chunk: int
-    tokens: list[int]
-
-
 def check(config: LensRunConfig) -> Anatomy:
     """The model's anatomy from its configuration alone; ValueError for receivers that it does not have, or a short context."""
     parts = anatomy(meta_model(load_config(config.model.name, config.model.revision, config.model.geometry)))
@@ -84,13 +74,6 @@ def influence(config: LensRunConfig, folder: Path) -> pd.DataFrame:
     return with_texts(records, units)
 
 
-def with_texts(records: pd.DataFrame, units: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """A column `text`: the document that a piece is from, over which intervals resample."""
-    texts = {(unit["source"], piece["number"]): piece["document"] for unit in units for piece in unit["pieces"]}
-    keys = zip(records["source"], records["document"], strict=True)
-    return records.assign(text=[None if pd.isna(number) else texts[source, int(number)] for source, number in keys])
-
-
 def run_round(
     config: LensRunConfig, folder: Path, units: list[dict[str, Any]], worker: Any, label: str
 ) -> pd.DataFrame:
@@ -107,45 +90,6 @@ def run_round(
     return run_units(
         units, worker, folder, settings=settings, num_actors=config.ray.num_actors, resources=resources, label=label
     )
-
-
-def influence_units(config: LensRunConfig) -> list[dict[str, Any]]:
-    tokenizer = load_tokenizer(config.model.name, config.model.revision)
-    size = config.lens.documents_per_unit
-    units = []
-    for name in config.lens.sources:
-        pieces = draw_pieces(config, name, tokenizer)
-        for start in range(0, len(pieces), size):
-            rows = [piece._asdict() for piece in pieces[start : start + size]]
-            units.append({"id": f"{name}-{start // size:04d}", "source": name, "pieces": rows})
-    return units
-
-
-def draw_pieces(config: LensRunConfig, name: str, tokenizer: Any) -> list[Piece]:
-    """First tokens of every document in order; then, one from each document in turn, further disjoint chunks."""
-    source = config.lens.sources[name]
-    heads: list[tuple[str, list[int]]] = []
-    for document in domain_documents(source.source):
-        ids = tokenizer(document.text, add_special_tokens=False, verbose=False).input_ids
-        if len(ids) > 1:
-            heads.append((document.doc_id, ids))
-        if len(heads) == source.documents:
-            break
-    drawn = [(identity, 0, ids[: source.length]) for identity, ids in heads]
-    chunk = 1
-    while len(drawn) < source.documents:
-        start = chunk * source.length
-        further = [
-            (i, chunk, ids[start : start + source.length]) for i, ids in heads if len(ids) >= start + source.length
-        ]
-        if not further:
-            raise ValueError(
-                f"lens.sources.{name}: {source.documents} pieces of {source.length} tokens are asked for and "
-                f"{source.source!r} gives {len(drawn)}; ask for fewer or give more text"
-            )
-        drawn += further[: source.documents - len(drawn)]
-        chunk += 1
-    return [Piece(number, *item) for number, item in enumerate(drawn)]
 
 
 class Batch(NamedTuple):
@@ -268,39 +212,6 @@ def _count_records(reading: Reading) -> pd.DataFrame:
         for expert, count in enumerate(row)
     ]
     return pd.DataFrame(rows)
-
-
-def measured_documents(units: Sequence[Mapping[str, Any]], source: str) -> set[str]:
-    """Every second block of a source's documents, all their pieces: what round two takes away is measured on these."""
-    first: dict[str, int] = {}
-    for number, unit in enumerate(unit for unit in units if unit["source"] == source):
-        for piece in unit["pieces"]:
-            first.setdefault(piece["document"], number)
-    return {document for document, number in first.items() if number % 2 == 1}
-
-
-def choosing_units(units: Sequence[Mapping[str, Any]], source: str) -> set[str]:
-    """The units without any measured document: what round two takes away is chosen on these."""
-    measured = measured_documents(units, source)
-    found = {
-        str(unit["id"])
-        for unit in units
-        if unit["source"] == source and not measured & {piece["document"] for piece in unit["pieces"]}
-    }
-    if not found or not measured:
-        raise ValueError(
-            f"lens.sources.{source}: no documents to choose on apart from those to measure on; lower lens.documents_per_unit, "
-            "or take more documents"
-        )
-    return found
-
-
-def causal_pieces(units: Sequence[Mapping[str, Any]], source: str, count: int) -> list[dict[str, Any]]:
-    """The first `count` pieces of the measured documents."""
-    choosing_units(units, source)
-    measured = measured_documents(units, source)
-    pieces = [piece for unit in units if unit["source"] == source for piece in unit["pieces"]]
-    return [piece for piece in pieces if piece["document"] in measured][:count]
 
 
 def facts(config: LensRunConfig, records: pd.DataFrame) -> dict[str, Any]:

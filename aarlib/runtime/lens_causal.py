@@ -15,8 +15,9 @@ from aarlib.lens.influence import moments
 from aarlib.lens.names import parse
 from aarlib.lens.scores import expert_scores, read
 from aarlib.lens.uses import ce_without_attention
-from aarlib.runtime.lens import LensWorker, causal_pieces, choosing_units, influence_units, padded, run_round
+from aarlib.runtime.lens import LensWorker, padded, run_round
 from aarlib.runtime.lens_config import LensRunConfig
+from aarlib.runtime.lens_pieces import causal_pieces, choosing_units, influence_units
 from aarlib.runtime.units import Unit
 from aarlib.studies.lens import before_and_after, lens_tables
 from aarlib.studies.lens_causal import causal_tables

@@ -64,14 +64,14 @@ def test_the_rows_are_those_of_local_files(options: str, tmp_path: Path) -> None
 def test_texts_of_every_format_are_read_by_audit_lens_and_training(options: str) -> None:
     pytest.importorskip("ray")
     pytest.importorskip("lm_eval")
-    from aarlib.runtime.audit import domain_documents
+    from aarlib.runtime.documents import domain_documents
     from aarlib.runtime.text_corpus import documents_of, find_texts
     from aarlib.training.config import DataConfig
 
     pattern = f"s3://rows/t/*?{options}"
     rows = [row["text"] for row in TEXTS]
     expected = {"more.jsonl.gz": rows, "table.parquet": rows, "texts.jsonl": rows, "whole.txt": [WHOLE]}
-    found = list(domain_documents(pattern))
+    found = list(domain_documents(pattern, "x"))
     assert [document.doc_id for document in found] == [
         f"{name}:{number}" for name, texts in expected.items() for number, _ in enumerate(texts, 1)
     ]
@@ -80,9 +80,9 @@ def test_texts_of_every_format_are_read_by_audit_lens_and_training(options: str)
     assert [row for source in find_texts(data) for row in documents_of(source.path, source.documents)] == found
     articles = [WHOLE[: WHOLE.index(" = Two")], WHOLE[WHOLE.index(" = Two") :]]
     for name in expected:
-        split = [row.text for row in domain_documents(f"wikitext:s3://rows/t/{name}?{options}")]
+        split = [row.text for row in domain_documents(f"wikitext:s3://rows/t/{name}?{options}", "x")]
         assert split == articles
-    with pytest.raises(ValueError, match=r"audit.domains: 's3://rows/none/\*\?.*names no"):
-        list(domain_documents(f"s3://rows/none/*?{options}"))
+    with pytest.raises(ValueError, match=r"x: 's3://rows/none/\*\?.*names no"):
+        list(domain_documents(f"s3://rows/none/*?{options}", "x"))
     with pytest.raises(ValueError, match="gone.txt.*cannot be read"):
         list(read_documents(f"s3://rows/t/gone.txt?{options}"))

@@ -6,8 +6,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from aarlib.runtime.lens import COLUMNS, causal_pieces, choosing_units, measured_documents
+from aarlib.runtime.lens import COLUMNS
 from aarlib.runtime.lens_config import LensRunConfig
+from aarlib.runtime.lens_pieces import causal_pieces, choosing_units, measured_documents
 from pipelines import decompose
 
 CONFIGS = Path(__file__).parents[2] / "pipelines" / "configs"

@@ -15,8 +15,10 @@ from aarlib.aar import RouterSFTConfig, attach_aar
 from aarlib.audit import gradient_utilities, oracle
 from aarlib.audit.config import FIRST_POSITION
 from aarlib.moe.loading import load_model, load_tokenizer
-from aarlib.runtime.audit import RECORD_COLUMNS, Auditor, audit, check, domain_documents, draw_units, draw_windows
+from aarlib.runtime.audit import RECORD_COLUMNS, Auditor, audit, check
 from aarlib.runtime.audit_config import AuditRunConfig
+from aarlib.runtime.audit_units import draw_units, draw_windows
+from aarlib.runtime.documents import domain_documents
 from aarlib.studies.audit_page import results, tables, to_json
 from aarlib.studies.audit_samples import document_of
 from aarlib.training.adapter import save_adapter
@@ -68,8 +70,8 @@ def test_text_without_enough_windows_is_refused(tmp_path):
     chosen = config(tmp_path, domains={"short": {"source": str(path)}}).audit
     with pytest.raises(ValueError, match=r"audit.domains.short: 2 seeds of .* windows of 40 tokens"):
         draw_windows("short", chosen.domains["short"], chosen, load_tokenizer("nano"))
-    with pytest.raises(ValueError, match="names no"):
-        list(domain_documents(str(tmp_path / "nothing.jsonl")))
+    with pytest.raises(ValueError, match="audit.domains.text: .* names no"):
+        list(domain_documents(str(tmp_path / "nothing.jsonl"), "audit.domains.text"))
 
 
 def test_a_unit_holds_what_oracle_and_gradient_utilities_give(tmp_path):

@@ -16,7 +16,8 @@ from transformers.modeling_outputs import CausalLMOutput
 from aarlib.aar.attach import attach_aar
 from aarlib.aar.config import AARConfig
 from aarlib.runtime.evaluation import evaluate
-from aarlib.runtime.harness import HarnessLM, HarnessSettings, end_of_turn_id, resolve_tasks, score, task_manager
+from aarlib.runtime.harness import HarnessLM, HarnessSettings, end_of_turn_id, score
+from aarlib.runtime.harness_tasks import resolve_tasks, task_manager
 from aarlib.training.adapter import save_adapter
 from aarlib.training.config import RunConfig
 from tests.tiny import tiny_model
