@@ -30,6 +30,7 @@ ROWS_PER_BLOCK = 1024
 TOTALS = ("rows", "train", "train_targets", "truncated", "skipped", "digest")
 EXAMPLES_KEPT = 5
 MIXTURE = "mixture"
+DIGESTS = 1 << 62
 NO_ROW = Encoded("", [], [], False)
 
 
@@ -234,14 +235,14 @@ def _totals(table: pa.Table) -> pa.Table:
 
 
 def digest(table: pa.Table) -> int:
-    """A sum of hashes, one a row, in 62 bits: blocks may come in any order and number."""
-    rows = zip(*(table.column(name).to_pylist() for name in ("row_id", "input_ids")), strict=True)
-    return sum(row_hash(f"{row_id} {ids}", "digest") for row_id, ids in rows) % (1 << 62)
+    """A sum of hashes, one a row, modulo 2^62: blocks may come in any order and number."""
+    rows = zip(*(table.column(name).to_pylist() for name in ("row_id", "input_ids", "target_mask")), strict=True)
+    return sum(row_hash(f"{row_id} {ids} {mask}", "digest") for row_id, ids, mask in rows) % DIGESTS
 
 
 def digest_text(total: int) -> str:
     """Of the sum of the blocks' digests."""
-    return f"{total % (1 << 64):016x}"
+    return f"{total % DIGESTS:016x}"
 
 
 def _mixture(encoded: Dataset, data: DataConfig) -> list[int]:

@@ -20,7 +20,7 @@ ray = pytest.importorskip("ray")
 from aarlib.data.sources import find_sources  # noqa: E402
 from aarlib.runtime import held_out  # noqa: E402
 from aarlib.runtime.batches import encoded_rows  # noqa: E402
-from aarlib.runtime.corpus import build_corpus, ordered  # noqa: E402
+from aarlib.runtime.corpus import DIGESTS, build_corpus, digest, digest_text, ordered  # noqa: E402
 from aarlib.training.config import DataConfig, ModelConfig  # noqa: E402
 
 NANO = ModelConfig()
@@ -87,6 +87,17 @@ def test_a_mixture_has_its_proportions_exactly_and_is_reproducible(local_ray: An
     again = build_corpus(NANO, data(*paths, proportions=(1.0, 3.0)))
     assert ids(ordered(again, 0, 0)) == order
     assert ids(ordered(again, 0, 1)) == ids(ordered(mixed, 0, 1)) != order
+
+
+def test_the_digest_is_of_rows_and_targets_and_not_of_blocks() -> None:
+    rows = {"row_id": [f"r{index}" for index in range(64)], "input_ids": [[index, 1] for index in range(64)]}
+    table = pa.table({**rows, "target_mask": [[True, False]] * 64})
+    whole = digest_text(digest(table))
+    for size in (1, 7, 13):
+        blocks = [digest(table.slice(start, size)) for start in range(0, 64, size)]
+        assert sum(blocks) >= DIGESTS and digest_text(sum(blocks)) == whole
+    other = pa.table({**rows, "target_mask": [[True, False]] * 63 + [[False, True]]})
+    assert digest_text(digest(other)) != whole
 
 
 def test_101_rows_on_two_workers_are_101_rows(local_ray: Any) -> None:
