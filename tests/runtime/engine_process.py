@@ -1,9 +1,11 @@
 """What test_engine runs in two gloo processes, and the same training in plain PyTorch."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from aarlib.aar.config import AARConfig
 from aarlib.data.chat import Encoded, collate
+from aarlib.moe.anatomy import anatomy
 from aarlib.moe.loading import load_tokenizer
 from aarlib.runtime.batches import micro_batches
 from aarlib.runtime.checkpoints import (
@@ -24,6 +27,7 @@ from aarlib.runtime.checkpoints import (
 )
 from aarlib.runtime.engine import (
     Setup,
+    StepStats,
     Trainee,
     check_device,
     checkpoint_activations,
@@ -32,8 +36,9 @@ from aarlib.runtime.engine import (
     make_engine,
     train_step,
 )
+from aarlib.runtime.session import from_all_workers
 from aarlib.runtime.sharding import frozen_hash, gathered
-from aarlib.training.adapter import fingerprint
+from aarlib.training.adapter import fingerprint, save_adapter
 from aarlib.training.config import ModelConfig, OptimConfig
 from aarlib.training.methods import build_method
 from aarlib.training.objectives import next_token_ce
@@ -61,22 +66,31 @@ def batches() -> list[list[Encoded]]:
     return made
 
 
-def reference() -> dict[str, Tensor]:
+class Reference(NamedTuple):
+    values: dict[str, Tensor]
+    norms: list[float]
+    """Of the gradient before it is clipped, by step."""
+    ce_sums: list[float]
+
+
+def reference() -> Reference:
     """One process, no DeepSpeed, no micro-batches: AdamW on the mean over the batch's targets, clipped."""
     model = tiny_model("olmoe")
     handle = build_method(METHOD, 0).attach(model)
     parameters = [parameter for _, parameter in handle.trainable()]
     optimizer = torch.optim.AdamW(parameters, weight_decay=OPTIM.weight_decay, betas=OPTIM.betas)
     setup = Setup(OPTIM, 0, 0, 1, STEPS)
+    norms, ce_sums = [], []
     for step, rows in enumerate(batches()):
         result = next_token_ce(model, collate(rows, 0))
+        ce_sums.append(float(result.ce_sum.detach().sum()))
         loss = result.ce_sum.sum() / result.num_targets.sum()
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, OPTIM.max_grad_norm or 0.0)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, OPTIM.max_grad_norm or 0.0)))
         optimizer.param_groups[0]["lr"] = learning_rate(setup, step)
         optimizer.step()
-    return whole_values(handle.trainable())
+    return Reference(whole_values(handle.trainable()), norms, ce_sums)
 
 
 class Training:
@@ -87,7 +101,8 @@ class Training:
     ) -> None:
         self.setup = Setup(OPTIM, zero_stage, dist.get_rank(), dist.get_world_size(), STEPS, persistence_threshold)
         method = build_method(METHOD, 0)
-        with gathered(list(model.parameters())):
+        routers = [layer.router for layer in anatomy(model).layers if layer.router is not None]
+        with gathered([parameter for router in routers for parameter in router.parameters()]):
             self.handle = method.attach(model)
         self.named = self.handle.trainable()
         if state is not None:
@@ -96,13 +111,13 @@ class Training:
         if state is not None:
             restore_optimizer(self.engine, self.named, state, zero_stage, self.idle_step)
 
-    def steps(self, first: int, last: int) -> list[float]:
-        norms = []
+    def steps(self, first: int, last: int) -> list[StepStats]:
+        stats = []
         for step in range(first, last):
             rows = batches()[step]
             count = sum(row.num_targets for row in rows)
-            norms.append(train_step(self.engine, self.mine(rows), count, step, self.setup).grad_norm)
-        return norms
+            stats.append(train_step(self.engine, self.mine(rows), count, step, self.setup))
+        return stats
 
     def mine(self, rows: list[Encoded]) -> list[dict[str, Tensor]]:
         parts = micro_batches(rows, self.setup.rank, self.setup.world_size, 2)
@@ -122,11 +137,15 @@ class Training:
         return values
 
 
-def process(rank: int, world_size: int, port: int, folder: str) -> None:
+def join(rank: int, world_size: int, port: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(world_size), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(minutes=5))
+
+
+def process(rank: int, world_size: int, port: int, folder: str) -> None:
+    join(rank, world_size, port)
     found: dict[str, Any] = {"targets": [[sum(r.num_targets for r in p) for p in _shares(rows)] for rows in batches()]}
     model = tiny_model("olmoe")
     before = frozen_hash(model)
@@ -152,19 +171,18 @@ def _shares(rows: list[Encoded]) -> list[list[Encoded]]:
 
 def _stage(model: Any, stage: int, folder: Path) -> dict[str, Any]:
     whole = Training(model, stage)
-    optimised = [parameter for group in whole.engine.optimizer.param_groups for parameter in group["params"]]
     made = {
         "in_training_mode": [name for name, module in whole.engine.module.named_modules() if module.training],
-        "only_trainable": stage > 0 or list(map(id, optimised)) == [id(parameter) for _, parameter in whole.named],
+        "only_trainable": _optimised(whole.engine, stage) == {id(parameter) for _, parameter in whole.named},
         "on_meta": _device_error(whole.engine, "meta"),
         "on_cpu": _device_error(whole.engine, "cpu"),
     }
-    norms = whole.steps(0, RESUME_AT)
+    stats = whole.steps(0, RESUME_AT)
     tensors = capture(whole.engine, whole.named, stage)
     if dist.get_rank() == 0:
         save_state(folder / str(stage), TrainingState("aar-seed0", RESUME_AT, 100, 1.5, tensors))
     dist.barrier()
-    norms += whole.steps(RESUME_AT, STEPS)
+    stats += whole.steps(RESUME_AT, STEPS)
     values = whole.close()
     resumed = Training(model, stage, latest_state(folder / str(stage)))
     resumed.steps(RESUME_AT, STEPS)
@@ -173,9 +191,22 @@ def _stage(model: Any, stage: int, folder: Path) -> dict[str, Any]:
         train_step(resumed.engine, resumed.mine(batches()[0]), 0, 7, resumed.setup)
     except ValueError as error:
         errors[dist.get_rank()] = str(error)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, errors)
-    return {"values": values, "resumed": resumed.close(), "norms": norms, "errors": everyone, "made": made}
+    everyone = from_all_workers(errors)
+    ce_sums = [sum(sums) for sums in zip(*from_all_workers([step.sums["ce"] for step in stats]), strict=True)]
+    found = {"norms": [step.grad_norm for step in stats], "ce_sums": ce_sums, "errors": everyone, "made": made}
+    return {**found, "values": values, "resumed": resumed.close()}
+
+
+def _optimised(engine: Any, stage: int) -> set[int]:
+    """Of the parameters whose values the optimizer's step changes."""
+    optimizer = engine.optimizer
+    groups = {
+        0: lambda: [group["params"] for group in optimizer.param_groups],
+        1: lambda: optimizer.bit16_groups,
+        2: lambda: optimizer.bit16_groups,
+        3: lambda: optimizer.fp16_groups,
+    }[stage]()
+    return {id(parameter) for group in groups for parameter in group}
 
 
 def _device_error(engine: Any, device: str) -> str | None:
@@ -203,23 +234,51 @@ def _bfloat16(stage: int) -> dict[str, Any]:
     """Two steps on a bfloat16 base; in the first each rank's tokens go to experts that the other's do not use."""
     model = tiny_model("olmoe").to(torch.bfloat16)
     before = frozen_hash(model)
-    hooks = [layer.mlp.experts.register_forward_pre_hook(_own_experts) for layer in model.model.layers]
     training = Training(model, stage)
     start = whole_values(training.named)
-    training.steps(0, 1)
-    for hook in hooks:
-        hook.remove()
-    training.steps(1, 2)
-    values = training.close()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, values)
-    return {"start": start, "values": everyone, "hash": (before, frozen_hash(model))}
+    with _own_experts(model, dist.get_rank()):
+        stats = training.steps(0, 1)
+    stats += training.steps(1, 2)
+    everyone = from_all_workers(training.close())
+    norms = [step.grad_norm for step in stats]
+    return {"start": start, "values": everyone, "norms": norms, "hash": (before, frozen_hash(model))}
 
 
-def _own_experts(experts: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    hidden, expert_ids, weights = arguments
-    own = torch.arange(expert_ids.shape[-1]) + (0 if dist.get_rank() == 0 else 5)
-    return hidden, own.expand_as(expert_ids).to(expert_ids.dtype), weights
+def bfloat16_reference() -> list[float]:
+    """Gradient norms of the same two steps in one process, without DeepSpeed."""
+    model = tiny_model("olmoe").to(torch.bfloat16)
+    handle = build_method(METHOD, 0).attach(model)
+    parameters = [parameter for _, parameter in handle.trainable()]
+    optimizer = torch.optim.AdamW(parameters, weight_decay=OPTIM.weight_decay, betas=OPTIM.betas)
+    setup = Setup(OPTIM, 0, 0, 1, STEPS)
+    norms = []
+    for step, rows in enumerate(batches()[:2]):
+        optimizer.zero_grad()
+        count = sum(row.num_targets for row in rows)
+        for rank, share in enumerate(_shares(rows)):
+            with _own_experts(model, rank) if step == 0 else nullcontext():
+                (next_token_ce(model, collate(share, 0)).ce_sum.sum() / count).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, OPTIM.max_grad_norm or 0.0)))
+        optimizer.param_groups[0]["lr"] = learning_rate(setup, step)
+        optimizer.step()
+    return norms
+
+
+@contextmanager
+def _own_experts(model: Any, rank: int) -> Iterator[None]:
+    """Every token goes to the first experts on rank 0, to others on rank 1."""
+
+    def hook(experts: Any, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden, expert_ids, weights = arguments
+        own = torch.arange(expert_ids.shape[-1]) + 5 * rank
+        return hidden, own.expand_as(expert_ids).to(expert_ids.dtype), weights
+
+    hooks = [layer.mlp.experts.register_forward_pre_hook(hook) for layer in model.model.layers]
+    try:
+        yield
+    finally:
+        for registered in hooks:
+            registered.remove()
 
 
 def _partitioned(folder: Path) -> dict[str, Any]:
@@ -237,14 +296,35 @@ def _partitioned(folder: Path) -> dict[str, Any]:
     loaded = frozen_hash(model)
     training = Training(model, 3, persistence_threshold=0)
     held_trained = {name: parameter.numel() for name, parameter in training.named}
-    training.steps(0, STEPS)
-    found = {
-        "held": held,
-        "held_trained": held_trained,
-        "hash": (loaded, frozen_hash(model)),
-        "values": training.close(),
-    }
-    return {**found, "fingerprint": fingerprint(model, gathered)}
+    training.steps(0, RESUME_AT)
+    tensors = capture(training.engine, training.named, 3)
+    if dist.get_rank() == 0:
+        save_state(folder / "partitioned", TrainingState("aar-seed0", RESUME_AT, 100, 1.5, tensors))
+    dist.barrier()
+    training.steps(RESUME_AT, STEPS)
+    base = fingerprint(model, gathered)
+    with gathered([parameter for _, parameter in training.named]):
+        if dist.get_rank() == 0:
+            save_adapter(training.handle, folder / "adapter", metadata={}, base_fingerprint=base)
+    found = {"held": held, "held_trained": held_trained, "hash": (loaded, frozen_hash(model)), "fingerprint": base}
+    values = training.close()
+    resumed = Training(model, 3, latest_state(folder / "partitioned"), persistence_threshold=0)
+    resumed.steps(RESUME_AT, STEPS)
+    return {**found, "values": values, "resumed": resumed.close()}
+
+
+def other_number(rank: int, world_size: int, port: int, folder: str) -> None:
+    """Goes on from what two workers saved half way, at every stage, with as many workers as `world_size`."""
+    join(rank, world_size, port)
+    found: dict[str, Any] = {}
+    for stage in (0, 1, 2, 3):
+        resumed = Training(tiny_model("olmoe"), stage, latest_state(Path(folder) / str(stage)))
+        resumed.steps(RESUME_AT, STEPS)
+        found[f"zero{stage}"] = resumed.close()
+    if rank == 0:
+        torch.save(found, Path(folder) / f"resumed_by_{world_size}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def _flipped(model: Any) -> str:

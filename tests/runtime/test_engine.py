@@ -18,11 +18,20 @@ from aarlib.runtime.engine import (
     skip_shared_memory_build,
 )
 from aarlib.runtime.sharding import check_frozen, frozen_hash
-from aarlib.training.adapter import fingerprint
+from aarlib.training.adapter import fingerprint, load_adapter
 from aarlib.training.config import OptimConfig
 from aarlib.training.methods import build_method
 from aarlib.training.objectives import next_token_ce
-from tests.runtime.engine_process import METHOD, OPTIM, STEPS, batches, process, reference
+from tests.runtime.engine_process import (
+    METHOD,
+    OPTIM,
+    STEPS,
+    batches,
+    bfloat16_reference,
+    other_number,
+    process,
+    reference,
+)
 from tests.tiny import FAMILIES, tiny_model
 
 
@@ -30,12 +39,17 @@ from tests.tiny import FAMILIES, tiny_model
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pytest.importorskip("deepspeed")
     folder = tmp_path_factory.mktemp("engine")
+    spawn: Callable[..., Any] = mp.spawn
+    spawn(process, args=(2, free_port(), str(folder)), nprocs=2)
+    spawn(other_number, args=(1, free_port(), str(folder)), nprocs=1)
+    alone = torch.load(folder / "resumed_by_1.pt", weights_only=False)
+    return {**torch.load(folder / "found.pt", weights_only=False), "alone": alone, "adapter": folder / "adapter"}
+
+
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    spawn: Callable[..., Any] = mp.spawn
-    spawn(process, args=(2, port, str(folder)), nprocs=2)
-    return torch.load(folder / "found.pt", weights_only=False)
+        return free.getsockname()[1]
 
 
 def largest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
@@ -52,9 +66,11 @@ def test_the_case_is_hard(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_workers_with_accumulation_are_plain_pytorch(found: dict[str, Any], stage: int) -> None:
     start = {name: value.detach() for name, value in build_method(METHOD, 0).attach(tiny_model("olmoe")).trainable()}
-    expected = reference()
-    assert largest(expected, start) > 1e-3
-    assert largest(found[f"zero{stage}"]["values"], expected) < 1e-5
+    expected, ours = reference(), found[f"zero{stage}"]
+    assert largest(expected.values, start) > 1e-3
+    assert largest(ours["values"], expected.values) < 1e-5
+    assert ours["norms"] == pytest.approx(expected.norms, rel=1e-4)
+    assert ours["ce_sums"] == pytest.approx(expected.ce_sums, rel=1e-5)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -67,6 +83,11 @@ def test_zero_stages_agree(found: dict[str, Any], stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_resumed_is_uninterrupted(found: dict[str, Any], stage: int) -> None:
     assert largest(found[f"zero{stage}"]["resumed"], found[f"zero{stage}"]["values"]) < 1e-6
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_worker_goes_on_from_what_two_saved(found: dict[str, Any], stage: int) -> None:
+    assert largest(found["alone"][f"zero{stage}"], found[f"zero{stage}"]["values"]) < 1e-6
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -97,6 +118,7 @@ def test_float32_routers_on_a_bfloat16_base(found: dict[str, Any], stage: int) -
     assert all(value.dtype == torch.float32 for value in first.values())
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert all(not torch.equal(first[name], result["start"][name]) for name in first)
+    assert result["norms"] == pytest.approx(bfloat16_reference(), rel=1e-2)
     check_frozen(*result["hash"])
 
 
@@ -129,12 +151,16 @@ def test_zero3_fetches_every_experts_module_whole(family: str) -> None:
 
 
 def test_zero3_partitions_the_base_while_it_is_read(found: dict[str, Any]) -> None:
-    """Nothing is whole anywhere, routers included (threshold 0); what was read was saved; training is plain PyTorch."""
+    """Nothing is whole anywhere, routers included (threshold 0); what was read was saved; training is plain PyTorch, as is
+    training resumed, and what is saved is whole."""
     result = found["partitioned"]
     assert set(result["held"].values()) == set(result["held_trained"].values()) == {0}
     assert result["hash"][0] == result["hash"][1] == frozen_hash(tiny_model("olmoe"))
     assert result["fingerprint"] == fingerprint(tiny_model("olmoe"))
-    assert largest(result["values"], reference()) < 1e-5
+    assert largest(result["values"], reference().values) < 1e-5
+    assert largest(result["resumed"], result["values"]) < 1e-6
+    saved = dict(load_adapter(tiny_model("olmoe"), found["adapter"]).trainable())
+    assert largest({name: value.detach() for name, value in saved.items()}, result["values"]) == 0.0
 
 
 def test_shared_memory_build_is_skipped() -> None:
