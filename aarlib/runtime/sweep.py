@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping
 from importlib import util
@@ -211,12 +212,11 @@ def _collect(base: RunConfig, study: Study, folder: Path, grid: tune.ResultGrid)
     rows: list[dict[str, Any]] = []
     for result in grid:
         metrics, params = result.metrics or {}, result.config or {}
-        finished = result.error is None and "against_untouched" in metrics
-        status = "finished" if finished else "failed" if result.error is not None else "stopped"
+        problem = _problem(result)
+        status = "failed" if problem is not None else "finished" if "against_untouched" in metrics else "stopped"
         row = {"trial": Path(result.path).name.rpartition("_")[2], "status": status}
         keys = (METRIC, "against_untouched", "low", "high", "step0_ce", "num_trainable", "wall_s")
         scores = {key.replace("/", "_"): metrics.get(key) for key in keys}
-        problem = None if result.error is None else str(result.error).strip().splitlines()[-1]
         rows.append({**row, **scores, "problem": problem, **{path: params.get(path) for path in study.space}})
         if problem is not None:
             logger.warning("trial %s: %s", row["trial"], problem)
@@ -225,8 +225,18 @@ def _collect(base: RunConfig, study: Study, folder: Path, grid: tune.ResultGrid)
     table.to_csv(folder / "results.csv", index=False)
     write_text_atomically(folder / "results.json", json.dumps(rows, indent=2))
     if rows[0]["status"] != "finished":
-        raise RuntimeError(f"{base.name}: none of {len(rows)} trials finished; see the warnings above and {folder}")
+        within = "" if study.time_budget_s is None else f" within study.time_budget_s = {study.time_budget_s:g}"
+        raise RuntimeError(
+            f"{base.name}: none of {len(rows)} trials finished{within}; see the warnings above and {folder}"
+        )
     return table
+
+
+def _problem(result: tune.Result) -> str | None:
+    if result.error is not None:
+        return str(result.error).strip().splitlines()[-1]
+    ce = (result.metrics or {}).get(METRIC, 0.0)
+    return None if math.isfinite(ce) else f"{METRIC} is {ce}"
 
 
 def _short(params: Mapping[str, Any]) -> str:

@@ -55,11 +55,11 @@ def free_ports(count: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
-    port, dashboard = free_ports(2)
+    port, dashboard, agent = free_ports(3)
     variables = environment(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(16))
     command = [
         BIN / "ray", "start", "--head", "--block", "--num-cpus=2", "--node-ip-address=127.0.0.1", f"--port={port}",
-        "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}",
+        "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}",
     ]  # fmt: skip
     log = tmp_path_factory.mktemp("head") / "head.log"
     with log.open("wb") as file, subprocess.Popen(command, env=variables, stdout=file, stderr=file) as process:
