@@ -71,9 +71,15 @@ def runtime_env(folder: Path) -> dict[str, Any]:
 
 
 def submit(address: str, entrypoint: str, folder: Path, show: Callable[[str], None]) -> str:
-    """Submit, pass the log on to `show` line by line, and return how the job ended, such as SUCCEEDED."""
-    client = JobSubmissionClient(address)
-    job = _submitted(client, entrypoint, runtime_env(folder), show)
+    """Submit, pass the log on to `show` line by line, and return how the job ended, such as SUCCEEDED.
+
+    A ConnectionError where the cluster is not reached or does not take the job, a wrong token included.
+    """
+    try:
+        client = JobSubmissionClient(address)
+        job = _submitted(client, entrypoint, runtime_env(folder), show)
+    except RuntimeError as error:
+        raise ConnectionError(f"{address} does not take the job: {error}") from error
     show(f"job {job} at {address}; stop it with: ray job stop --address {address} {job}\n")
     asyncio.run(_follow(client, job, show))
     status = client.get_job_status(job)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from aarlib.runtime.run_directory import pending_runs
 from aarlib.training.config import RunConfig, TrackingConfig
 
 logger = logging.getLogger("aarlib")
@@ -209,7 +210,7 @@ def _start(config: RunConfig, folder: Path, uri: str, with_children: bool) -> Tr
 
 def _start_children(client: Any, experiment_id: str, parent: str, config: RunConfig, folder: Path) -> dict[str, str]:
     children: dict[str, str] = {}
-    for run in config.runs():
+    for run in pending_runs(folder, config):
         tags = _tags(folder / run.name, parent)
         child = client.create_run(experiment_id, run_name=f"{folder.name}/{run.name}", tags=tags).info.run_id
         _log_params(client, child, {"label": run.label, "seed": run.seed, **run.method.model_dump(mode="json")})
@@ -259,8 +260,10 @@ def _close_children(client: Any, experiment_id: str, parent: str, stopped: Colle
     """Trials that a scheduler stopped had no chance to end their runs, or ended them as failed on the way out."""
     folders = {str(folder) for folder in stopped}
     for run in client.search_runs([experiment_id], f"tags.mlflow.parentRunId = '{parent}'", max_results=1000):
-        of_stopped = str(Path(run.data.tags["aarlib.folder"]).parent) in folders
-        if run.info.status == "RUNNING" or (of_stopped and run.info.status != FINISHED):
+        folder = run.data.tags.get("aarlib.folder")
+        if folder is None or run.info.status == FINISHED:
+            continue
+        if run.info.status == "RUNNING" or str(Path(folder).parent) in folders:
             client.set_terminated(run.info.run_id, KILLED)
 
 

@@ -119,8 +119,17 @@ def test_settings_reach_the_job_and_a_failed_job_is_a_failure(head: Head, tmp_pa
 def test_without_the_token_nothing_is_submitted(head: Head) -> None:
     variables = environment(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(16))
     result = submitted(head, variables, sys.executable, "-c", "print('ran')")
-    assert result.returncode != 0
-    assert "ran\n" not in result.stdout
+    assert result.returncode == 2 and "ran\n" not in result.stdout
+    assert f"error: {head.dashboard} does not take the job" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_the_readmes_command_runs(head: Head) -> None:
+    command = "ray job submit --working-dir . -- python -m pipelines.train pipelines/configs/"
+    assert command in (ROOT / "README.md").read_text()
+    variables = {**head.environment, "RAY_API_SERVER_ADDRESS": head.dashboard}
+    line = [BIN / "ray", *command.split()[1:-1], "pipelines/configs/nano_smoke.toml", "--dry-run"]
+    result = subprocess.run(line, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert result.returncode == 0 and "trainable" in result.stdout, result.stdout + result.stderr
 
 
 def test_the_slurm_script_trains_on_a_head_and_a_worker(tmp_path: Path) -> None:

@@ -45,3 +45,10 @@ def test_scores_join_the_run_of_their_training(tmp_path):
     assert untouched.data.tags["mlflow.parentRunId"] == started.parent
     assert untouched.data.metrics == {"eval/quiz/acc": 0.375}
     assert all(run.info.status == "FINISHED" for run in runs)
+
+    (folder / "aar-seed0").mkdir()
+    (folder / "aar-seed0" / "result.json").write_text("{}")
+    resumed = tracking.start(config, folder)
+    assert list(resumed.children) == ["router_sft-seed0"], "what is finished needs no run of its own"
+    assert not track(config, folder, scores(("aar-seed0", "quiz", "acc", "none", 0.625)))
+    assert client.get_run(started.children["aar-seed0"]).data.metrics["eval/quiz/acc"] == 0.625

@@ -77,11 +77,13 @@ def test_parent_children_metrics_and_abandoned_runs(tmp_path: Path) -> None:
     cut = tracking.start_trial(settings, stopped, second)
     tracking.finish(cut, tracking.FAILED, {"sft-seed0": tracking.FINISHED})
     orphan = client.create_run(first.experiment_id, tags=tags).info.run_id
+    somebodys = client.create_run(first.experiment_id, tags={"mlflow.parentRunId": second.parent}).info.run_id
     assert tracking.finish(second, tracking.FINISHED, {}, stopped=[stopped]) == []
     statuses = [client.get_run(cut.children[name]).info.status for name in ("sft-seed0", "aar-seed0")]
     assert statuses == ["FINISHED", "KILLED"]
     assert client.get_run(trial.children["aar-seed0"]).info.status == "FAILED"
     assert client.get_run(orphan).info.status == "FAILED"
+    assert client.get_run(somebodys).info.status == "RUNNING"
 
 
 def test_the_store_is_the_configs_then_the_environments_then_a_file(
