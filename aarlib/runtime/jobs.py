@@ -9,6 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ray.exceptions import AuthenticationError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 TOP_EXCLUDES = ("data", "runs", "checkpoints", "mlruns", "tests")
@@ -78,7 +79,7 @@ def submit(address: str, entrypoint: str, folder: Path, show: Callable[[str], No
     try:
         client = JobSubmissionClient(address)
         job = _submitted(client, entrypoint, runtime_env(folder), show)
-    except RuntimeError as error:
+    except (RuntimeError, AuthenticationError) as error:
         raise ConnectionError(f"{address} does not take the job: {error}") from error
     show(f"job {job} at {address}; stop it with: ray job stop --address {address} {job}\n")
     asyncio.run(_follow(client, job, show))

@@ -107,6 +107,12 @@ def test_the_demo_runs_end_to_end(tmp_path):
     assert re.search(r"mlflow ui --backend-store-uri sqlite:///\S+ --host 127.0.0.1", done.stdout)
     assert demo.next_config(config_in(tmp_path)).name == "nano_demo_2"
     assert len(summary["sweeps"][demo.STUDY]) == 2
+    histories = {
+        (folder / name / "rows.jsonl").read_text() for name in ("router_sft-seed0", "aar_t-seed0", "aar-seed0")
+    }
+    assert len(histories) == 1, "every method sees the same rows in the same order"
+    assert len((folder / "starts.jsonl").read_text().splitlines()) == 1, "one worker group trains them all"
+    assert "trainable parameters (aar)" in done.stdout + done.stderr and "attention_time" in done.stdout + done.stderr
     check_sweep(tmp_path)
 
 
