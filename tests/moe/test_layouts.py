@@ -11,7 +11,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from aarlib import identities
 from aarlib.moe.loading import load_model, load_tokenizer
+from aarlib.moe.record import record
 from tests.tiny import FAMILIES, tiny_inputs, tiny_model
 
 FUSED_ONLY = {"gpt_oss"}
@@ -86,3 +88,26 @@ def test_a_device_map_places_the_model_and_changes_nothing(saved: Callable[[str,
             load_model(path, dtype="float32", device_map=device_map)[0] for device_map in (None, {"": "cpu"})
         )
         assert torch.equal(plain(**inputs).logits, mapped(**inputs).logits)
+
+
+def test_the_hooks_of_a_split_model_change_nothing_under_attached_routers(saved: Callable[[str, int], Path]) -> None:
+    """accelerate replaces forwards, as attaching does; its blocks are on one device here."""
+    from accelerate import dispatch_model
+
+    inputs, path = tiny_inputs(tiny_model("olmoe")), str(saved("olmoe", 5))
+    plain, split = (load_model(path, dtype="float32")[0] for _ in range(2))
+    blocks = ["model.embed_tokens", *(f"model.layers.{i}" for i in range(len(split.model.layers))), "model.norm"]
+    rest = {"model.rotary_emb": "cpu", "lm_head": "cpu"}
+    split = dispatch_model(split, {**dict.fromkeys(blocks, "cpu"), **rest}, force_hooks=True)
+    assert hasattr(split.model.layers[1], "_hf_hook")
+    found = []
+    for model in (plain, split):
+        stock = model(**inputs).logits
+        handle = identities.default_attach(model)
+        with torch.no_grad(), record(model, windows=4, dispatch=True, expert_outputs=True) as rec:
+            logits = model(**inputs).logits
+        assert not torch.equal(logits, stock)
+        handle.detach()
+        assert torch.equal(model(**inputs).logits, stock)
+        found.append((logits, rec.windows[1], rec.dispatch[1].weights, rec.expert_outputs[1]))
+    assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))

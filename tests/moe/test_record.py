@@ -82,12 +82,30 @@ def test_recording_through_generation_keeps_the_last_step(family):
     assert rec.windows[parts.aar_layers[0]].shape == (2, 1, 5)
 
 
-def test_nothing_stays_after_an_exception():
-    model = tiny_model("olmoe")
-    with pytest.raises(RuntimeError, match="stop"), record(model, windows=4, router_logits=True):
-        assert not untouched(model)
+@families
+def test_nothing_stays_after_a_forward_that_raises(family):
+    model = tiny_model(family)
+    inputs, layer = tiny_inputs(model), anatomy(model).moe_layers[-1]
+    with torch.no_grad():
+        before = model(**inputs).logits
+
+    def stop(*_):
         raise RuntimeError("stop")
+
+    everything = {"windows": 4, "sink": True, "router_logits": True, "dispatch": True, "expert_outputs": True}
+    broken = anatomy(model).layers[layer].experts.register_forward_pre_hook(stop)
+    with (
+        torch.no_grad(),
+        pytest.raises(RuntimeError, match="stop"),
+        intervene(model, {layer: lambda output, _: output}),
+        record(model, **everything),
+    ):
+        assert not untouched(model)
+        model(**inputs)
+    broken.remove()
     assert untouched(model)
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, before)
 
 
 def test_two_records_at_once_and_one_inside_an_attached_model():

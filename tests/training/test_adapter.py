@@ -7,14 +7,18 @@ from safetensors.torch import load_file, save_file
 from aarlib import identities
 from aarlib.aar.attach import attach_aar
 from aarlib.aar.config import AARConfig, RouterSFTConfig
+from aarlib.moe.anatomy import anatomy
 from aarlib.training.adapter import METADATA, TENSORS, fingerprint, load_adapter, read_metadata, save_adapter
 from tests.tiny import FAMILIES, tiny_inputs, tiny_model
 
 
+@pytest.mark.parametrize("init", ["default", "closed"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_save_and_load_round_trip_bitwise(family, tmp_path):
+def test_save_and_load_round_trip_bitwise(family, init, tmp_path):
     model = tiny_model(family)
-    handle = identities.default_attach(model)
+    layers = anatomy(model).aar_layers[-2:]
+    handle = attach_aar(model, AARConfig(layers=layers, window=10, init=init))
+    identities.randomise(handle)
     inputs = tiny_inputs(model)
     with torch.no_grad():
         expected = model(**inputs).logits
