@@ -1,6 +1,7 @@
 """Sweeps: bad and crashed trials do not end one, finished ones are kept; the scheduler stops the worse on what workers report."""
 
 import json
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ import pandas as pd
 import pytest
 
 from tests.runtime.conversations import run_config, save_model, write_conversations
-from tests.runtime.processes import start_driver
+from tests.runtime.processes import kill_a_worker, start_driver
 
 pytest.importorskip("ray")
 
@@ -167,6 +168,27 @@ def test_a_sweep_ends_when_its_time_is_over(bench: Bench) -> None:
         sweep(bench.config("timed"), study, "budget")
     rows = json.loads((bench.storage / "timed-budget" / "results.json").read_text())
     assert {row["status"] for row in rows} == {"stopped"}
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_trial_whose_worker_is_killed_fails_and_the_other_goes_on(bench: Bench) -> None:
+    study = Study(
+        space={"method.aar.window": tune.grid_search([2, 4])},
+        fixed={"ray.num_workers": 1, "ray.max_failures": 0, "ray.checkpoint_every": 100, "optim.max_steps": 12},
+    )
+    history = bench.storage / "shot-window" / "trials" / "00000" / "aar-seed0" / "rows.jsonl"
+    killer = threading.Thread(target=kill_a_worker, args=(history, 2))
+    killer.start()
+    result = sweep(bench.config("shot"), study, "window")
+    killer.join()
+    assert (history.parent / "killed").is_file()
+    assert result.sweep.trials["status"].tolist() == ["finished", "failed"]
+    assert sorted(children(result).values()) == ["FAILED", "FINISHED"]
+    again = sweep(bench.config("shot"), study, "window")
+    assert again.sweep.trials["status"].tolist() == ["finished", "finished"]
+    assert sorted(children(again).values()) == ["FINISHED"]
 
 
 @pytest.mark.ray
