@@ -118,10 +118,11 @@ def test_101_rows_on_two_workers_are_101_rows(local_ray: Any) -> None:
 @pytest.mark.long
 @pytest.mark.slow
 def test_200_mb_of_shards_stay_out_of_the_driver(local_ray: Any, tmp_path: Path) -> None:
-    """The sample keeps tokenising short; every byte is read."""
+    """Every byte is read; a quarter is tokenised and put in order, more than the cap where it is held as rows."""
     generator = random.Random(0)
+    words = ["seven", "apples", "and", "two", "boats", "make", "nine", "things", "in", "a", "row"]
     for shard in range(8):
-        turns = [["go on", generator.randbytes(25_000).hex()] for _ in range(500)]
+        turns = [["go on", " ".join(generator.choices(words, k=11_000))] for _ in range(500)]
         rows = [
             {"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]}
             for ask, answer in turns
@@ -138,12 +139,15 @@ def test_200_mb_of_shards_stay_out_of_the_driver(local_ray: Any, tmp_path: Path)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    corpus = build_corpus(NANO, data(tmp_path / "*.parquet", sample=0.01, sequence_length=1024))
+    corpus = build_corpus(NANO, data(tmp_path / "*.parquet", sample=0.25, sequence_length=16_384))
+    order = ordered(corpus, 0, 0)
     done.set()
     watcher.join()
     grown = max(peaks) - before
     print(f"{size:.0f} MiB of shards; the driver grew by {grown:.0f} MiB (cap {DRIVER_CAP_MIB} MiB)")
-    assert corpus.encoded.count() > 10 and grown < DRIVER_CAP_MIB
+    ordered_mib = order.size_bytes() / 2**20
+    assert order.count() == corpus.num_train > 500 and ordered_mib > 40
+    assert grown < min(DRIVER_CAP_MIB, ordered_mib), "the driver holds the rows"
 
 
 def test_nothing_left(local_ray: Any, tmp_path: Path) -> None:
