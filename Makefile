@@ -49,7 +49,7 @@ demo: venv
 test: venv
 	$(BIN)/python -m pytest -m 'not gpu and not long' -n 2 --dist loadgroup $(PYTEST_ARGS)
 
-# Several Rays, killed drivers, lost nodes, whole sweeps: half an hour and more on two cores.
+# Lost nodes, full disks, whole sweeps, populations: half an hour on two cores.
 test-long: venv
 	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
 

@@ -14,7 +14,6 @@ from tests.tiny import FAMILIES  # noqa: E402
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_5_moe", "gpt_oss"])
 def test_every_verb_on_a_saved_checkpoint(family: str, local_ray: Any, tmp_path: Path) -> None:
     assert families.run(family, tmp_path) == {verb.name: True for verb in families.VERBS}

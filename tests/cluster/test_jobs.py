@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from tests.runtime.conversations import run_config, save_model, write_conversations
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long]
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 pytest.importorskip("ray")
 
 ROOT = Path(__file__).parents[2]
@@ -132,6 +132,7 @@ def test_the_readmes_command_runs(head: Head) -> None:
     assert result.returncode == 0 and "trainable" in result.stdout, result.stdout + result.stderr
 
 
+@pytest.mark.long
 def test_the_slurm_script_trains_on_a_head_and_a_worker(tmp_path: Path) -> None:
     """srun and scontrol are stand-ins that run everything here; the script, Ray's two nodes and the training are real."""
     stand_ins = {
@@ -155,6 +156,7 @@ def test_the_slurm_script_trains_on_a_head_and_a_worker(tmp_path: Path) -> None:
     assert record["steps"] == 2 and record["num_workers"] == 2
 
 
+@pytest.mark.long
 def test_a_node_lost_in_the_middle_changes_nothing(tmp_path: Path) -> None:
     """Two raylets with a worker each; the second is killed; the training goes on with the worker that is left."""
     model = save_model(tmp_path / "model")

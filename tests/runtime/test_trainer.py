@@ -170,7 +170,6 @@ def test_a_killed_worker_changes_nothing(bench: Bench, two_workers: TrainingResu
     assert_same_history(killed, two_workers)
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_a_killed_driver_and_a_killed_tree_change_nothing(
     bench: Bench, two_workers: TrainingResult, tmp_path: Path
