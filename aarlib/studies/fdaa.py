@@ -45,7 +45,10 @@ def window_ce(records: pd.DataFrame) -> pd.DataFrame:
 
 
 def compare(ce: pd.DataFrame, arm: str, against: str) -> Compared:
-    """`arm` minus `against` over the rows of `ce`; an arm with one seed stands beside every seed of the other."""
+    """`arm` minus `against` over the rows of `ce`; an arm with one seed stands beside every seed of the other.
+
+    ValueError where both have several seeds and not the same ones, or a window is missing.
+    """
     ours, theirs = _seeds(ce, arm), _seeds(ce, against)
     seeds = ours.columns if len(ours.columns) >= len(theirs.columns) else theirs.columns
     differences = np.stack([_of(ours, seed) - _of(theirs, seed) for seed in seeds])
@@ -58,7 +61,7 @@ def compare(ce: pd.DataFrame, arm: str, against: str) -> Compared:
 
 def strongest_fixed(development: pd.DataFrame) -> str:
     """The control with the lowest mean CE on development windows."""
-    present = {arm for arm, _ in development.columns if _seeds(development, arm).notna().all(axis=None)}
+    present = {arm for arm, _ in development.columns}
     return min(
         (arm for arm in FIXED if arm in present), key=lambda arm: float(_seeds(development, arm).to_numpy().mean())
     )
@@ -72,7 +75,7 @@ def domain_table(records: pd.DataFrame, layers: str | None = None) -> pd.DataFra
         if layers is not None and keys[2] != layers:
             continue
         part = ce.loc[keys[:2]].xs(keys[2], level="layers")
-        development, test = part.loc["development"].dropna(axis=1), part.loc["test"].dropna(axis=1)
+        development, test = _complete(part.loc["development"], keys), _complete(part.loc["test"], keys)
         strongest = strongest_fixed(development)
         row = dict(zip(KEYS, keys, strict=True)) | {"native_ce": float(_seeds(test, "native").to_numpy().mean())}
         controls = ["native", "permuted", *(arm for arm in FIXED if arm in {name for name, _ in test.columns})]
@@ -88,7 +91,7 @@ def control_table(records: pd.DataFrame) -> pd.DataFrame:
     ce = window_ce(records)
     rows = []
     for keys in ce.index.droplevel(["split", "window"]).unique():
-        test = ce.loc[keys[:2]].xs(keys[2], level="layers").loc["test"].dropna(axis=1)
+        test = _complete(ce.loc[keys[:2]].xs(keys[2], level="layers").loc["test"], keys)
         for arm in sorted({name for name, _ in test.columns} - {"native"}):
             rows.append(
                 dict(zip(KEYS, keys, strict=True)) | {"arm": arm} | _named("vs_native", compare(test, arm, "native"))
@@ -111,7 +114,7 @@ def layer_table(records: pd.DataFrame) -> pd.DataFrame:
         singles = [place for place in places if place != ALL]
         choices = [(place, [place]) for place in singles] + [(POOLED, singles), (ALL, [ALL])]
         for label, chosen in choices:
-            cells = part[part.index.get_level_values("layers").isin(chosen)].dropna(axis=1)
+            cells: Any = _complete(part[part.index.get_level_values("layers").isin(chosen)], (run, domain, label))
             cells = cells.groupby(level=["split", "window"], sort=False).mean()
             development, test = cells.loc["development"], cells.loc["test"]
             strongest = strongest_fixed(development)
@@ -123,6 +126,18 @@ def layer_table(records: pd.DataFrame) -> pd.DataFrame:
                 | (_named("vs_static", compare(test, "fdaa", "static")) if _has(test, "static") else {})
             )
     return pd.DataFrame(rows)
+
+
+def _complete(ce: pd.DataFrame, place: tuple[str, ...]) -> pd.DataFrame:
+    """The (arm, seed) columns that were evaluated at `place`; ValueError where one of them lacks a window."""
+    found = ce.dropna(axis=1, how="all")
+    rows, columns = np.nonzero(found.isna().to_numpy())
+    if rows.size:
+        (arm, seed), where = found.columns[columns[0]], found.index[rows[0]]
+        raise ValueError(
+            f"records of {place}: {arm}, seed {seed}, is not finite or missing at {where}; evaluate its unit again"
+        )
+    return found
 
 
 def _has(ce: pd.DataFrame, arm: str) -> bool:
@@ -138,6 +153,10 @@ def _seeds(ce: pd.DataFrame, arm: str) -> pd.DataFrame:
 
 
 def _of(values: pd.DataFrame, seed: int) -> np.ndarray:
+    if len(values.columns) > 1 and seed not in values.columns:
+        raise ValueError(
+            f"seed {seed} has no counterpart among seeds {list(values.columns)} of the arm it is compared with; train it"
+        )
     column = seed if seed in values.columns else values.columns[0]
     return values[column].to_numpy()
 
