@@ -7,6 +7,7 @@ also at all of their layers together.
 import json
 import logging
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -126,13 +127,29 @@ def find_adapters(config: FDAAStudyConfig, name: str) -> list[dict[str, Any]]:
 
 
 def _check_unseen(config: FDAAStudyConfig, name: str, trained: RunConfig) -> None:
-    read = {pattern for domain in trained.data.domains.values() for pattern in domain.text}
+    """Files are compared, not patterns: a file that training read keeps its splits, so it must be read in the same way."""
+    read = {_place(source.path): source for source in find_texts(trained.data)}
     for label, domain in config.fdaa.domains.items():
-        twice = sorted(read & set(domain.text))
-        if twice and not domain.trained_on:
-            raise ValueError(
-                f"fdaa.domains.{label}: trained_on = false, but {name} was trained on {twice[0]!r}; leave trained_on out"
-            )
+        for source in find_texts(DataConfig(domains={label: domain}, held_out=0.5)):
+            seen = read.get(_place(source.path))
+            if seen is None:
+                continue
+            if not domain.trained_on:
+                raise ValueError(
+                    f"fdaa.domains.{label}: trained_on = false, but {name} was trained on {source.path!r}; leave trained_on out"
+                )
+            if seen.documents != source.documents:
+                raise ValueError(
+                    f"fdaa.domains.{label}.documents = {source.documents!r}, but {name} was trained on {source.path!r} with "
+                    f"{seen.documents!r}, which splits it elsewhere; use the same"
+                )
+
+
+def _place(path: str) -> str:
+    """The same for every way to name a text; articles of a bundled register are the same however many are asked for."""
+    if path.startswith("nano:"):
+        return path.rpartition(":")[0]
+    return path if "://" in path else os.path.realpath(path)
 
 
 def describe_training(config: FDAAStudyConfig, name: str) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def study(folder: Path, **changes: Any) -> FDAAStudyConfig:
 
 
 def run_values(folder: Path) -> dict[str, Any]:
-    domains = {"texts": {"text": [str(folder / "texts.jsonl")]}}
+    domains = {"texts": {"text": [str(folder / "t*.jsonl")]}, "articles": {"text": ["nano:ledger:20"]}}
     return {
         "name": "seen",
         "data": {"domains": domains, "held_out": 0.3, "test": 0.4},
@@ -127,6 +127,16 @@ def test_what_cannot_be_evaluated_is_refused(folder: Path) -> None:
         (folder / "runs" / "seen" / name).write_text(text)
     with pytest.raises(ValueError, match="texts: trained_on = false, but seen was trained on .*texts.jsonl"):
         find_adapters(study(folder, **{"fdaa.domains.texts.trained_on": False}), "seen")
+    more = {"text": ["nano:ledger:30"], "trained_on": False}
+    with pytest.raises(ValueError, match="more: trained_on = false, but seen was trained on 'nano:ledger:30'"):
+        find_adapters(study(folder, **{"fdaa.domains": {"more": more}}), "seen")
+    elsewhere = {"fdaa.domains.texts.text": [str(folder / "model" / ".." / "texts.js*")]}
+    with pytest.raises(ValueError, match="texts: trained_on = false, but seen was trained on .*texts.jsonl"):
+        find_adapters(study(folder, **{"fdaa.domains.texts.trained_on": False}, **elsewhere), "seen")
+    with pytest.raises(
+        ValueError, match="texts.documents = 'headings', but seen .*texts.jsonl' with 'whole', which splits"
+    ):
+        find_adapters(study(folder, **{"fdaa.domains.texts.documents": "headings"}), "seen")
     with pytest.raises(ValueError, match="fdaa.test = 0.1, but seen was trained with data.test = 0.4; use the same"):
         find_adapters(study(folder, **{"fdaa.test": 0.1}), "seen")
     with pytest.raises(ValueError, match="seen has no adapter of fdaa-seed0 yet; finish its training first"):
