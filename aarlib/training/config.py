@@ -238,6 +238,11 @@ class RunConfig(Config):
             raise ValueError(
                 f"method.{aggregation[0]}: aggregation methods train on unpacked rows; set data.packing = false"
             )
+        if aggregation and optim.activation_checkpointing:
+            raise ValueError(
+                f"optim.activation_checkpointing: method.{aggregation[0]} acts on a frozen prefix, which is gone when a layer is "
+                "computed again in the backward pass; leave it out, and lower optim.micro_batch for memory"
+            )
         if optim.population and len(self.seeds) > 1 and data.order_seed is None:
             raise ValueError("optim.population: heads of several seeds share their batches; set data.order_seed")
 

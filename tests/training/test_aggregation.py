@@ -9,6 +9,7 @@ from aarlib.fdaa.config import FDAAConfig, StaticCalibratorConfig
 from aarlib.moe.anatomy import anatomy
 from aarlib.moe.patching import Rank, wrap_forward
 from aarlib.training.aggregation import PREFIX, assignment
+from aarlib.training.config import RunConfig
 from aarlib.training.methods import build_method
 from aarlib.training.prefix import FrozenPrefix, ResidualCache
 from tests.tiny import FAMILIES, tiny_inputs, tiny_model
@@ -80,6 +81,17 @@ def test_on_attention_aware_routers_the_prefix_gives_the_plain_loss():
     batch = batch_of(model)
     terms, expected = method.loss(model, batch, 0), plain_loss(model, handle, batch, 2)
     assert all(abs(float(terms[name].sum - expected[name])) < 1e-3 for name in terms)
+
+
+def test_activation_checkpointing_is_refused():
+    values = {
+        "name": "a", "data": {"domains": {"a": {"text": ["a.txt"]}}}, "optim": {"activation_checkpointing": True},
+    }  # fmt: skip
+    assert RunConfig.from_mapping({**values, "method": {"sft": {"name": "router_sft"}}}).optim.activation_checkpointing
+    for name in ("fdaa", "static_calibrator"):
+        method = {"head": {"name": name, "layers": [1]}}
+        with pytest.raises(ValueError, match="optim.activation_checkpointing: method.head acts on a frozen prefix"):
+            RunConfig.from_mapping({**values, "method": method})
 
 
 def test_the_static_calibrator_trains_under_the_same_loss():
