@@ -24,12 +24,12 @@ from aarlib.fdaa.attach import AggregationHandle, attach_fdaa
 from aarlib.fdaa.config import FixedConfig
 from aarlib.fdaa.controls import window_permutations
 from aarlib.runtime.evaluation import load_base
-from aarlib.runtime.fdaa_config import DEVELOPMENT_OF_UNSEEN, FDAAStudyConfig
+from aarlib.runtime.fdaa_config import FDAAConfig, FDAAStudyConfig
 from aarlib.runtime.population import enable_only
 from aarlib.runtime.text_corpus import documents_of, find_texts
 from aarlib.runtime.units import Resources, Unit, run_units
 from aarlib.training.adapter import load_adapter, read_metadata
-from aarlib.training.config import DataConfig, ModelConfig, RunConfig
+from aarlib.training.config import ModelConfig, RunConfig
 from aarlib.training.objectives import RowCE, next_token_ce
 from aarlib.training.prefix import FrozenPrefix, resumed
 
@@ -130,7 +130,7 @@ def _check_unseen(config: FDAAStudyConfig, name: str, trained: RunConfig) -> Non
     """Files are compared, not patterns: a file that training read keeps its splits, so it must be read in the same way."""
     read = {_place(source.path): source for source in find_texts(trained.data)}
     for label, domain in config.fdaa.domains.items():
-        for source in find_texts(DataConfig(domains={label: domain}, held_out=0.5)):
+        for source in find_texts(config.fdaa.data(label)):
             seen = read.get(_place(source.path))
             if seen is None:
                 continue
@@ -274,16 +274,13 @@ class Evaluator:
                 yield Loss(ALL, arm, next_token_ce(self._model, batch))
 
 
-def draw_windows(config: Any, name: str, tokenizer: Any) -> Windows:
+def draw_windows(config: FDAAConfig, name: str, tokenizer: Any) -> Windows:
     """The first windows of a domain by a hash of their ids; a ValueError where its documents fill too few."""
-    domain = config.domains[name]
-    shares = (config.held_out, config.test)
-    if not domain.trained_on:
-        shares = (DEVELOPMENT_OF_UNSEEN, 1 - DEVELOPMENT_OF_UNSEEN)
+    data = config.data(name)
     kept: dict[str, list[Any]] = {"train": [], "development": [], "test": []}
-    for source in find_texts(DataConfig(domains={name: domain}, held_out=0.5)):
-        for document in documents_of(source.path, source.documents):
-            kept[split_of(document.doc_id, *shares)].append(document)
+    for source in find_texts(data):
+        for document in documents_of(source):
+            kept[split_of(document.doc_id, data.held_out, data.test)].append(document)
     found = {}
     for split, wanted in (("development", config.development_windows), ("test", config.test_windows)):
         rows = list(windows(kept[split], tokenizer, config.window, separator_id(tokenizer)))

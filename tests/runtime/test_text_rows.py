@@ -11,7 +11,7 @@ pytest.importorskip("ray")
 
 from aarlib.data.corpora import TextDocument, separator_id, split_of  # noqa: E402
 from aarlib.moe.loading import load_tokenizer  # noqa: E402
-from aarlib.runtime.text_corpus import documents_of, find_texts, read_windows  # noqa: E402
+from aarlib.runtime.text_corpus import Source, documents_of, find_texts, read_windows  # noqa: E402
 from aarlib.training.config import DataConfig  # noqa: E402
 
 HELD_OUT, TEST = 0.2, 0.25
@@ -39,7 +39,7 @@ def check(path: Path, documents: str) -> dict[str, list[TextDocument]]:
     sources = pa.Table.from_pylist([source._asdict() for source in find_texts(data)])
     table = read_windows(sources, {"name": "nano"}, data.model_dump(mode="json"))
     by_split: dict[str, list[TextDocument]] = {"train": [], "development": [], "test": []}
-    for document in documents_of(str(path), documents):
+    for document in documents_of(Source(0, str(path), documents)):
         by_split[split_of(document.doc_id, HELD_OUT, TEST)].append(document)
     assert all(by_split.values())
     found: dict[Any, list[int]] = {True: [], False: []}
