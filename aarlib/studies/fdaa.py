@@ -5,6 +5,7 @@ better;
 a window's value is the mean over seeds, then windows are bootstrapped.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from os.path import commonprefix
 from typing import Any, NamedTuple
@@ -161,9 +162,25 @@ def _of(values: pd.DataFrame, seed: int) -> np.ndarray:
     return values[column].to_numpy()
 
 
+def window_table(records: pd.DataFrame) -> pd.DataFrame:
+    """One row per (run, domain, split): how many windows, and the SHA-256 of their sorted ids, one a line."""
+    rows = []
+    groups: Any = records.groupby(["run", "domain", "split"], sort=False)
+    for keys, part in groups:
+        ids = sorted(part["window"].unique())
+        digest = hashlib.sha256("\n".join(ids).encode()).hexdigest()
+        rows.append(dict(zip(("run", "domain", "split"), keys, strict=True)) | {"windows": len(ids), "sha256": digest})
+    return pd.DataFrame(rows)
+
+
 def results(records: pd.DataFrame) -> dict[str, list[dict[str, object]]]:
-    """Every table as JSON-able rows: `domains`, `controls`, `layers`."""
-    found = {"domains": domain_table(records), "controls": control_table(records), "layers": layer_table(records)}
+    """Every table as JSON-able rows: `domains`, `controls`, `layers`, and `windows`, on which they were measured."""
+    found = {
+        "domains": domain_table(records),
+        "controls": control_table(records),
+        "layers": layer_table(records),
+        "windows": window_table(records),
+    }
     return {name: _rows(frame) for name, frame in found.items()}
 
 
@@ -181,9 +198,13 @@ def metrics_of(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, fl
 def merged(studies: Sequence[Mapping[str, Sequence[Mapping[str, Any]]]]) -> dict[str, list[dict[str, Any]]]:
     """Results of several studies as one, the beginning that all names of runs share left out."""
     joined = {key: [row for study in studies for row in study.get(key, ())] for key in studies[0]}
-    shared = commonprefix([row["run"] for rows in joined.values() for row in rows])
+    shared = commonprefix([row["run"] for rows in joined.values() for row in rows if "run" in row])
     shared = shared[: shared.rfind("_") + 1]
-    return {key: [{**row, "run": row["run"].removeprefix(shared)} for row in rows] for key, rows in joined.items()}
+
+    def shortened(row: Mapping[str, Any]) -> dict[str, Any]:
+        return {**row, "run": row["run"].removeprefix(shared)} if "run" in row else dict(row)
+
+    return {key: [shortened(row) for row in rows] for key, rows in joined.items()}
 
 
 def _rows(frame: pd.DataFrame) -> list[dict[str, object]]:

@@ -22,7 +22,8 @@ from aarlib.moe.dispatch import RouterOutput  # noqa: E402
 from aarlib.moe.loading import load_model  # noqa: E402
 from aarlib.moe.record import intervene, record  # noqa: E402
 from aarlib.runtime.fdaa_config import FDAAStudyConfig  # noqa: E402
-from aarlib.runtime.fdaa_study import Evaluator, find_adapters  # noqa: E402
+from aarlib.runtime.fdaa_runs import find_adapters  # noqa: E402
+from aarlib.runtime.fdaa_study import Evaluator  # noqa: E402
 from aarlib.training.adapter import load_adapter, save_adapter  # noqa: E402
 from aarlib.training.objectives import next_token_ce  # noqa: E402
 from tests.runtime.conversations import save_model  # noqa: E402

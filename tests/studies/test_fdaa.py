@@ -1,3 +1,4 @@
+import hashlib
 import json
 
 import numpy as np
@@ -98,6 +99,10 @@ def test_seeds_are_compared_with_their_own_or_with_the_only_one():
 def test_results_are_json_and_become_markdown():
     one = tables(json.loads(json.dumps(results(records()), allow_nan=False)))
     assert set(one) == {"domains", "masks"}
+    windows = {row["split"]: row for row in results(records())["windows"]}
+    assert (windows["development"]["windows"], windows["test"]["windows"]) == (8, 30)
+    ids = "\n".join(sorted(f"development{i}" for i in range(8)))
+    assert windows["development"]["sha256"] == hashlib.sha256(ids.encode()).hexdigest()
     assert one["domains"].count("\n") == 2 and "(uniform)" in one["domains"]
     several = tables(json.loads(json.dumps(results(records(("3", "7", "all"))), allow_nan=False)))
     assert set(several) == {"masks", "layers"}
