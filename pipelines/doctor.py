@@ -27,8 +27,8 @@ class Arguments:
     layers: tuple[int, ...] = ()
     """Where random attention-aware routers are attached; default: the last half of the layers that allow them."""
     window: int = 20
-    length: int = 48
-    """Tokens in a row of the test batch."""
+    length: int | None = None
+    """Tokens in a row of the test batch; default: 48, or enough to get past a sliding range of up to 512 tokens."""
     dry_run: bool = False
     """Read the model's config, print what would be examined and stop."""
 

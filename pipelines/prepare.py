@@ -1,11 +1,18 @@
-"""Fetch a run's conversations where needed, count what the run will make of them, and show where its targets are."""
+"""Fetch a run's conversations or texts where needed, count what the run will make of them, and show where its targets are.
+
+Also takes the config of an FDAA study, for the texts that it evaluates on.
+"""
 
 import logging
-from collections.abc import Iterator
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aarlib.training.config import DataConfig, RunConfig
+from aarlib.runtime.fdaa_config import FDAAStudyConfig
+from aarlib.training.config import DataConfig, RunConfig, TextDomain
 from pipelines.command_line import parse_verb
 
 if TYPE_CHECKING:
@@ -21,12 +28,30 @@ class Flags:
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = parse_verb(RunConfig, __doc__, argv, flags=Flags)
+    arguments = parse_verb(config_class(argv), __doc__, argv, flags=Flags)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     try:
-        prepare(arguments.config, arguments.extras.show, arguments.dry_run)
+        if isinstance(arguments.config, FDAAStudyConfig):
+            prepare_study(arguments.config, arguments.dry_run)
+        else:
+            prepare(arguments.config, arguments.extras.show, arguments.dry_run)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
+
+
+def config_class(argv: Sequence[str] | None) -> type[RunConfig] | type[FDAAStudyConfig]:
+    """That of `study` where a named file has a table [fdaa]."""
+    for token in sys.argv[1:] if argv is None else argv:
+        if token.endswith(".toml") and Path(token).is_file() and "fdaa" in _tables(Path(token)):
+            return FDAAStudyConfig
+    return RunConfig
+
+
+def _tables(path: Path) -> list[str]:
+    try:
+        return list(tomllib.loads(path.read_text(encoding="utf-8")))
+    except ValueError:  # parse_verb says what is wrong with it
+        return []
 
 
 def prepare(config: RunConfig, show: int, dry_run: bool) -> None:
@@ -37,7 +62,9 @@ def prepare(config: RunConfig, show: int, dry_run: bool) -> None:
 
     data = config.data
     if data.domains:
-        prepare_texts(config, dry_run)
+        ingest_texts(data.domains, dry_run)
+        if not dry_run:
+            count_documents(data)
         return
     if data.hub is not None and dry_run:
         print(f"would ingest {data.hub} into {data.train[0]}")
@@ -66,30 +93,31 @@ def prepare(config: RunConfig, show: int, dry_run: bool) -> None:
         print(f"\n--- {row.row_id}{' (truncated)' if row.truncated else ''}\n{render_targets(tokenizer, row)}")
 
 
-def prepare_texts(config: RunConfig, dry_run: bool) -> None:
-    """Ingest the domains that name a hub dataset; print how many documents each split of every domain has."""
-    from collections import Counter
-
-    from aarlib.data.corpora import split_of
+def ingest_texts(domains: Mapping[str, TextDomain], dry_run: bool) -> None:
+    """The domains that name a hub dataset, each once."""
     from aarlib.runtime.ingest import ingest
-    from aarlib.runtime.text_corpus import documents_of, find_texts
 
-    data = config.data
-    for name, domain in data.domains.items():
+    for name, domain in domains.items():
         if domain.hub is not None and dry_run:
             print(f"would ingest {domain.hub} into {domain.text[0]}")
         elif domain.hub is not None:
             manifest = ingest(
                 domain.hub, domain.text[0], domain.hub_split, config=domain.hub_config, max_rows=domain.hub_rows,
-                text_column=domain.hub_column,
+                text_column=domain.hub_column, revision=domain.hub_revision,
             )  # fmt: skip
             print(f"{name}: {domain.hub}@{manifest.revision}: {manifest.rows} rows in {len(manifest.shards)} shards")
-    if dry_run:
-        return
+
+
+def count_documents(data: DataConfig) -> None:
+    """Print how many documents each split of every domain has."""
+    from collections import Counter
+
+    from aarlib.data.corpora import split_of
+    from aarlib.runtime.text_corpus import documents_of, find_texts
+
     counts = {name: Counter[str]() for name in data.domains}
     for source in find_texts(data):
-        documents = documents_of(source.path, source.documents)
-        splits = (split_of(document.doc_id, data.held_out, data.test) for document in documents)
+        splits = (split_of(document.doc_id, data.held_out, data.test) for document in documents_of(source))
         counts[tuple(data.domains)[source.domain]].update(splits)
     for name, count in counts.items():
         print(
@@ -97,6 +125,13 @@ def prepare_texts(config: RunConfig, dry_run: bool) -> None:
             + ", ".join(f"{count[split]:,} {split}" for split in ("train", "development", "test"))
             + " documents"
         )
+
+
+def prepare_study(config: FDAAStudyConfig, dry_run: bool) -> None:
+    """The texts of a study; files that no training reads have no training split."""
+    ingest_texts(config.fdaa.domains, dry_run)
+    for name in () if dry_run else config.fdaa.domains:
+        count_documents(config.fdaa.data(name))
 
 
 def read_sources(sources: list[str], on_bad_row: "OnBadRow", report: "ReadReport") -> "Iterator[Conversation]":

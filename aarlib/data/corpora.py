@@ -31,8 +31,10 @@ class _Piece(NamedTuple):
     text: str
 
 
-def read_documents(path: str | os.PathLike[str], split: Documents = "whole") -> Iterator[TextDocument]:
-    """Documents of a file or URI (s3://, gs://): a whole .txt, the rows {"text": ...} of .jsonl(.gz) and .parquet; no blank ones.
+def read_documents(
+    path: str | os.PathLike[str], split: Documents = "whole", column: str = "text"
+) -> Iterator[TextDocument]:
+    """Documents of a file or URI (s3://, gs://): a whole .txt, the rows {column: ...} of .jsonl(.gz) and .parquet; no blank ones.
 
     `headings` splits raw WikiText at the titles of its articles instead: the lines of a .txt file, or of all rows
     together. Raises ValueError for a file that does not exist or has another format, and for a row without text.
@@ -43,7 +45,7 @@ def read_documents(path: str | os.PathLike[str], split: Documents = "whole") -> 
         raise ValueError(f"{path}: not a {', '.join(FORMATS)} file; convert it")
     if "://" not in path and not os.path.isfile(path):
         raise ValueError(f"{path} does not exist; name a {', '.join(FORMATS)} file")
-    pieces = _pieces(path, name)
+    pieces = _pieces(path, name, column)
     if split == "headings":
         pieces = _articles(_lines(pieces))
     for number, text in pieces:
@@ -51,15 +53,15 @@ def read_documents(path: str | os.PathLike[str], split: Documents = "whole") -> 
             yield TextDocument(f"{name}:{number}", text)
 
 
-def _pieces(path: str, name: str) -> Iterator[_Piece]:
+def _pieces(path: str, name: str, column: str) -> Iterator[_Piece]:
     if name.endswith(".txt"):
         yield _Piece(1, _whole(path))
     elif name.endswith(".parquet"):
-        for number, row in enumerate(parquet_rows(path, "text"), 1):
-            yield _Piece(number, _checked(row["text"], f"{name}:{number}"))
+        for number, row in enumerate(parquet_rows(path, column), 1):
+            yield _Piece(number, _checked(row[column], f"{name}:{number}", column))
     else:
         for number, line in json_lines(path):
-            yield _Piece(number, _row_text(line, f"{name}:{number}"))
+            yield _Piece(number, _row_text(line, f"{name}:{number}", column))
 
 
 def _whole(path: str) -> str:
@@ -70,17 +72,17 @@ def _whole(path: str) -> str:
         raise ValueError(f"{path}: cannot be read as UTF-8 text: {error}") from error
 
 
-def _row_text(line: bytes, place: str) -> str:
+def _row_text(line: bytes, place: str, column: str) -> str:
     try:
         row = json.loads(line)
     except ValueError as error:
         raise ValueError(f"{place}: not valid JSON: {error}") from None
-    return _checked(row.get("text") if isinstance(row, dict) else None, place)
+    return _checked(row.get(column) if isinstance(row, dict) else None, place, column)
 
 
-def _checked(text: Any, place: str) -> str:
+def _checked(text: Any, place: str, column: str) -> str:
     if not isinstance(text, str):
-        raise ValueError(f"{place}: no string under `text`; give one document a row")
+        raise ValueError(f"{place}: no string under `{column}`; give one document a row, or name its column")
     return text
 
 

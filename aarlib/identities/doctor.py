@@ -16,8 +16,11 @@ from aarlib.aar.config import AARConfig
 from aarlib.identities import routing
 from aarlib.identities.checks import IDENTITIES, Patient
 from aarlib.identities.routing import Inputs
+from aarlib.moe.anatomy import anatomy
 from aarlib.moe.families import Family
 
+LENGTH, MOST_LENGTH = 48, 700
+"""Tokens of a row: unless told, and at most to get past a sliding range."""
 STOCK_FACTOR = 2.0
 
 
@@ -41,18 +44,18 @@ def examine(
     model: Any,
     attach: Callable[[Any], RoutingHandle] | None = None,
     window: int = 20,
-    length: int = 48,
+    length: int | None = None,
     seed: int = 0,
     family: Family | None = None,
 ) -> Iterator[Finding]:
     """Run every identity on `model`, which carries no handle and is left as it was. `attach` puts on the routers to be examined
-    (default: attention-aware ones, randomised at O(1), on the last half of the layers that allow them). `family`: a row of your
-    own, for a model whose family is not in the table."""
+    (default: attention-aware ones, randomised at O(1), on the last half of the layers that allow them). `length`: tokens of a row
+    (default: `examined_length`). `family`: a row of your own, for a model whose family is not in the table."""
     dtype = model.get_input_embeddings().weight.dtype
     patient = Patient(
         model,
         attach or (lambda stock: routing.default_attach(stock, window=window, family=family)),
-        random_inputs(model, length, seed),
+        random_inputs(model, examined_length(model, family) if length is None else length, seed),
         window,
         dtype in (torch.bfloat16, torch.float16),
         family,
@@ -65,6 +68,13 @@ def examine(
             bound = max(bound, STOCK_FACTOR * outcome.stock)
         seconds = time.perf_counter() - start
         yield Finding(identity.name, outcome.error, bound, outcome.stock, outcome.note, seconds, outcome.applies)
+
+
+def examined_length(model: Any, family: Family | None = None) -> int:
+    """48, or more where that takes both rows, the padded one too, past a sliding range of up to 512 tokens."""
+    reach = anatomy(model, family).sliding_range or 0
+    needed = 4 * (reach + 16) // 3
+    return needed if LENGTH < needed <= MOST_LENGTH else LENGTH
 
 
 def random_inputs(model: Any, length: int, seed: int) -> Inputs:

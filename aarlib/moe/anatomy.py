@@ -51,6 +51,14 @@ class Anatomy:
         """MoE layers whose attention has weights: where AAR can be attached."""
         return tuple(layer.index for layer in self.layers if layer.router is not None and layer.attention is not None)
 
+    @property
+    def sliding_range(self) -> int | None:
+        """Tokens that a query sees on sliding-attention layers; None where there are none."""
+        types = getattr(self.config, "layer_types", None)
+        if types is not None and "sliding_attention" not in types:
+            return None
+        return getattr(self.config, "sliding_window", None) or None
+
     def moe_layer(self, index: int) -> LayerAnatomy:
         """The layer at `index`; a ValueError names the MoE layers where it has no router."""
         if index not in self.moe_layers:

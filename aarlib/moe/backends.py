@@ -21,7 +21,9 @@ calls: Counter[str] = Counter()
 """How often each backend served, in this process."""
 BOUNDS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest error of the self-check, relative to the largest value (at least 1)."""
-CHECKED_ROWS = 24
+CHECKED_SHORT, CHECKED_LONG = 24, 600
+"""Keys of a self-check: one block of a kernel, or several with a rest, for calls of more than LONG keys."""
+LONG = 512
 
 
 class Signature(NamedTuple):
@@ -34,6 +36,9 @@ class Signature(NamedTuple):
     value_dim: int
     group: int
     masked: bool
+    num_queries: int = CHECKED_SHORT
+    num_keys: int = CHECKED_SHORT
+    """Sizes that are checked in place of the call's: as many queries as keys, one, or a chunk behind cached keys."""
 
 
 _verdicts: dict[Signature, bool] = {}
@@ -85,8 +90,9 @@ def _suits(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, mask: Tens
 
 def _trusted(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     group = query.shape[1] // key.shape[1]
+    sizes = _checked_sizes(query.shape[2], key.shape[2])
     signature = Signature(
-        kernel.name, query.device, query.dtype, query.shape[-1], value.shape[-1], group, mask is not None
+        kernel.name, query.device, query.dtype, query.shape[-1], value.shape[-1], group, mask is not None, *sizes
     )
     if signature not in _verdicts:
         error, bound = self_check(kernel, signature), BOUNDS[query.dtype]
@@ -100,17 +106,29 @@ def _trusted(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, mask: Te
     return _verdicts[signature]
 
 
+class _Sizes(NamedTuple):
+    num_queries: int
+    num_keys: int
+
+
+def _checked_sizes(num_queries: int, num_keys: int) -> _Sizes:
+    size = CHECKED_LONG if num_keys > LONG else CHECKED_SHORT
+    if num_queries == num_keys:
+        return _Sizes(size, size)
+    return _Sizes(1 if num_queries == 1 else size // 3, size)
+
+
 @torch.inference_mode(False)
 @torch.no_grad()
 def self_check(kernel: Kernel, signature: Signature) -> float:
     """Largest relative error of output, log-sum-exp and gradients (through both) on a few random rows; inf where it fails."""
     inputs = _random_inputs(signature)
     query, key, value, grad_output, grad_lse = inputs
-    scale, rows = signature.head_dim**-0.5, CHECKED_ROWS
+    scale, (rows, columns) = signature.head_dim**-0.5, signature[-2:]
     mask = None
     if signature.masked:
-        mask = causal_mask(rows, rows, query.device).clone()
-        mask[..., rows // 2 :, : rows // 3] = False
+        mask = causal_mask(rows, columns, query.device).clone()
+        mask[..., rows // 2 :, : columns // 3] = False
     try:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
@@ -133,15 +151,15 @@ class _Inputs(NamedTuple):
 
 def _random_inputs(signature: Signature) -> _Inputs:
     generator = torch.Generator().manual_seed(0)
-    heads, rows = 2 * signature.group, CHECKED_ROWS
+    heads, (rows, columns) = 2 * signature.group, signature[-2:]
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(signature.device, signature.dtype)
 
     return _Inputs(
         draw(1, heads, rows, signature.head_dim),
-        draw(1, 2, rows, signature.head_dim),
-        draw(1, 2, rows, signature.value_dim),
+        draw(1, 2, columns, signature.head_dim),
+        draw(1, 2, columns, signature.value_dim),
         draw(1, heads, rows, signature.value_dim),
         draw(1, heads, rows).float(),
     )
@@ -150,8 +168,8 @@ def _random_inputs(signature: Signature) -> _Inputs:
 def _plain(inputs: _Inputs, mask: Tensor | None, scale: float) -> tuple[Tensor, ...]:
     """Output, log-sum-exp and gradients written out: dL/ds = p (grad . v - sum(output grad) + dL/dlse)."""
     query, key, value, grad_output, grad_lse = inputs
-    group, rows = query.shape[1] // key.shape[1], query.shape[2]
-    allowed = causal_mask(rows, rows, query.device) if mask is None else mask
+    group = query.shape[1] // key.shape[1]
+    allowed = causal_mask(query.shape[2], key.shape[2], query.device) if mask is None else mask
     keys, values = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
     scores = (scale * query @ keys.mT).masked_fill(~allowed, -torch.inf)
     lse = scores.logsumexp(-1)

@@ -1,12 +1,12 @@
 """The FDAA study's configuration: which trained heads, on which texts. Imports no torch."""
 
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
 from aarlib.config import Config
 from aarlib.runtime.audit_config import ActorsConfig
-from aarlib.training.config import Fraction, ModelConfig, TextDomain, TrackingConfig
+from aarlib.training.config import DataConfig, ModelConfig, TextDomain, TrackingConfig
 
 DEVELOPMENT_OF_UNSEEN = 0.25
 """Share of the documents of files that no training read on which things are chosen; the rest is tested on."""
@@ -22,9 +22,9 @@ class FDAAConfig(Config):
     """Names of finished run directories of `train` under ray.storage; their fdaa and static_calibrator adapters are evaluated."""
     domains: dict[str, StudyDomain]
     """Texts to evaluate on. Splits must be those of the runs (`held_out`, `test`)."""
-    held_out: Fraction = 0.1
+    held_out: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """Share of the documents on which anything is chosen."""
-    test: Fraction = 0.25
+    test: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.25
     """Share of the documents on which everything is reported."""
     window: int = Field(default=128, ge=8)
     development_windows: int = Field(default=64, ge=2)
@@ -39,6 +39,13 @@ class FDAAConfig(Config):
         if not self.domains:
             raise ValueError("no domain given; add a table such as [fdaa.domains.wikitext]")
         return self
+
+    def data(self, name: str) -> DataConfig:
+        """One domain with its shares: of files that training reads, those of the runs."""
+        domain = self.domains[name]
+        unseen = (DEVELOPMENT_OF_UNSEEN, 1 - DEVELOPMENT_OF_UNSEEN)
+        held_out, test = (self.held_out, self.test) if domain.trained_on else unseen
+        return DataConfig(domains={name: domain}, held_out=held_out, test=test)
 
 
 class FDAAStudyConfig(Config):

@@ -4,10 +4,8 @@ One unit per (run of `train`, domain, split). Arms act at one layer, on a prefix
 also at all of their layers together.
 """
 
-import json
 import logging
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,12 +21,13 @@ from aarlib.fdaa.attach import AggregationHandle, attach_fdaa
 from aarlib.fdaa.config import FixedConfig
 from aarlib.fdaa.controls import window_permutations
 from aarlib.runtime.evaluation import load_base
-from aarlib.runtime.fdaa_config import DEVELOPMENT_OF_UNSEEN, FDAAStudyConfig
+from aarlib.runtime.fdaa_config import FDAAConfig, FDAAStudyConfig
+from aarlib.runtime.fdaa_runs import find_adapters
 from aarlib.runtime.population import enable_only
 from aarlib.runtime.text_corpus import documents_of, find_texts
 from aarlib.runtime.units import Resources, Unit, run_units
-from aarlib.training.adapter import load_adapter, read_metadata
-from aarlib.training.config import DataConfig, ModelConfig, RunConfig
+from aarlib.training.adapter import load_adapter
+from aarlib.training.config import ModelConfig
 from aarlib.training.objectives import RowCE, next_token_ce
 from aarlib.training.prefix import FrozenPrefix, resumed
 
@@ -91,80 +90,6 @@ def study(config: FDAAStudyConfig, folder: Path) -> pd.DataFrame:
     frame.to_parquet(temporary, index=False)
     temporary.replace(folder / "records.parquet")
     return frame
-
-
-def find_adapters(config: FDAAStudyConfig, name: str) -> list[dict[str, Any]]:
-    """The adapters of a run directory, by path, method and seed; a ValueError where its splits are not the study's."""
-    folder = Path(config.ray.storage).expanduser().resolve() / name
-    if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"fdaa.runs: {folder} is no run directory; run `python -m pipelines.train` with its config first"
-        )
-    trained = RunConfig.from_mapping(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    for field in ("held_out", "test"):
-        theirs, ours = getattr(trained.data, field), getattr(config.fdaa, field)
-        if theirs != ours:
-            raise ValueError(
-                f"fdaa.{field} = {ours}, but {name} was trained with data.{field} = {theirs}; use the same"
-            )
-    _check_unseen(config, name, trained)
-    found = []
-    for run in trained.runs():
-        path = folder / run.name / "adapter"
-        if not path.is_dir():
-            raise ValueError(f"fdaa.runs: {name} has no adapter of {run.name} yet; finish its training first")
-        found.append(
-            {
-                "path": str(path),
-                "method": run.method.name,
-                "seed": run.seed,
-                "layers": list(getattr(run.method, "layers", ())),
-                "sha256": read_metadata(path)["sha256"],
-            }
-        )
-    return found
-
-
-def _check_unseen(config: FDAAStudyConfig, name: str, trained: RunConfig) -> None:
-    read = {pattern for domain in trained.data.domains.values() for pattern in domain.text}
-    for label, domain in config.fdaa.domains.items():
-        twice = sorted(read & set(domain.text))
-        if twice and not domain.trained_on:
-            raise ValueError(
-                f"fdaa.domains.{label}: trained_on = false, but {name} was trained on {twice[0]!r}; leave trained_on out"
-            )
-
-
-def describe_training(config: FDAAStudyConfig, name: str) -> dict[str, Any]:
-    """Of a run directory: windows seen of each text and passes over them, tokens of a head, CE on development windows."""
-    folder = Path(config.ray.storage).expanduser().resolve() / name
-    trained = RunConfig.from_mapping(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    results = {
-        run: json.loads((folder / run.name / "result.json").read_text(encoding="utf-8")) for run in trained.runs()
-    }
-    first = next(iter(results))
-    seen = Counter[str]()
-    for line in (folder / first.name / "rows.jsonl").read_text(encoding="utf-8").splitlines():
-        seen.update(json.loads(line)["row_ids"])
-    windows, draws = Counter[str](), Counter[str]()
-    for row_id, count in seen.items():
-        text = row_id.rpartition(":")[0] if row_id.startswith("nano:") else row_id.partition(":")[0]
-        windows[text] += 1
-        draws[text] += count
-
-    def ce(method: str) -> list[float]:
-        return [result["held_out_ce"] for run, result in results.items() if run.method.name == method]
-
-    return {
-        "run": name,
-        "windows": dict(windows),
-        "passes": {text: round(draws[text] / count, 4) for text, count in windows.items()},
-        "tokens": results[first]["tokens"],
-        "native": results[first]["untouched_ce"],
-        "static": ce("static_calibrator"),
-        "heads": ce("fdaa"),
-        "wall_s": max(result["wall_s"] for result in results.values()),
-    }
 
 
 class Evaluator:
@@ -257,16 +182,13 @@ class Evaluator:
                 yield Loss(ALL, arm, next_token_ce(self._model, batch))
 
 
-def draw_windows(config: Any, name: str, tokenizer: Any) -> Windows:
+def draw_windows(config: FDAAConfig, name: str, tokenizer: Any) -> Windows:
     """The first windows of a domain by a hash of their ids; a ValueError where its documents fill too few."""
-    domain = config.domains[name]
-    shares = (config.held_out, config.test)
-    if not domain.trained_on:
-        shares = (DEVELOPMENT_OF_UNSEEN, 1 - DEVELOPMENT_OF_UNSEEN)
+    data = config.data(name)
     kept: dict[str, list[Any]] = {"train": [], "development": [], "test": []}
-    for source in find_texts(DataConfig(domains={name: domain}, held_out=0.5)):
-        for document in documents_of(source.path, source.documents):
-            kept[split_of(document.doc_id, *shares)].append(document)
+    for source in find_texts(data):
+        for document in documents_of(source):
+            kept[split_of(document.doc_id, data.held_out, data.test)].append(document)
     found = {}
     for split, wanted in (("development", config.development_windows), ("test", config.test_windows)):
         rows = list(windows(kept[split], tokenizer, config.window, separator_id(tokenizer)))

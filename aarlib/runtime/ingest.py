@@ -51,6 +51,8 @@ class Manifest:
     max_rows: int | None = None
     text_column: str | None = None
     """The column of plain text, where the rows are no conversations."""
+    asked_revision: str | None = None
+    """Branch, tag or commit that was asked for; None: the main branch."""
 
     @property
     def rows(self) -> int:
@@ -66,6 +68,7 @@ def ingest(
     config: str | None = None,
     max_rows: int | None = None,
     text_column: str | None = None,
+    revision: str | None = None,
 ) -> Manifest:
     """Stream `dataset`, a Hub id or a folder `datasets` reads, into the folder of `pattern` (data/tulu3/*.parquet).
 
@@ -74,7 +77,9 @@ def ingest(
     not reached.
     """
     folder, stem = _target(pattern, dataset)
-    asked = Manifest(dataset, None, split, rows_per_shard, config=config, max_rows=max_rows, text_column=text_column)
+    asked = Manifest(
+        dataset, None, split, rows_per_shard, config=config, max_rows=max_rows, text_column=text_column, asked_revision=revision
+    )  # fmt: skip
     manifest = _open_manifest(folder, asked)
     if manifest.complete:
         return manifest
@@ -127,13 +132,13 @@ def _open_manifest(folder: Path, asked: Manifest) -> Manifest:
             raise ValueError(
                 f"{folder} holds parquet files but no {MANIFEST}; remove data.hub to use them, or name an empty folder"
             )
-        return replace(asked, revision=_current_revision(asked.dataset))
+        return replace(asked, revision=_current_revision(asked.dataset, asked.asked_revision))
     if (manifest.dataset, manifest.split) != (asked.dataset, asked.split):
         raise ValueError(
             f"{folder} holds {manifest.dataset!r} ({manifest.split}), not {asked.dataset!r} ({asked.split}); "
             "name another folder"
         )
-    for name in ("config", "max_rows", "text_column"):
+    for name in ("config", "max_rows", "text_column", "asked_revision"):
         found, wanted = getattr(manifest, name), getattr(asked, name)
         if found != wanted:
             raise ValueError(f"{folder} was ingested with {name} = {found!r}, not {wanted!r}; name another folder")
@@ -144,11 +149,11 @@ def _open_manifest(folder: Path, asked: Manifest) -> Manifest:
     return manifest
 
 
-def _current_revision(dataset: str) -> str | None:
+def _current_revision(dataset: str, asked: str | None) -> str | None:
     if Path(dataset).is_dir():
         return None
     try:
-        return HfApi().dataset_info(dataset).sha
+        return HfApi().dataset_info(dataset, revision=asked).sha
     except OSError as error:
         raise ValueError(_unreachable(dataset, error)) from error
 

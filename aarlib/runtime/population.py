@@ -52,6 +52,13 @@ def with_own_rate(setup: Setup, method: Any) -> Setup:
     return setup if rate is None else setup._replace(optim=setup.optim.model_copy(update={"learning_rate": rate}))
 
 
+class PrefixCounts(NamedTuple):
+    """Micro-batches whose frozen prefix was run, and read from the cache, for however many heads."""
+
+    run: int
+    cached: int
+
+
 class SharedPrefix:
     """Hands the batches of a step their prefix, run or read once for all heads."""
 
@@ -65,6 +72,10 @@ class SharedPrefix:
         enable_only(None, self._handles)
         layer = self._method.acting_layer(batch, step)
         return {**batch, PREFIX: self._frozen(batch, layer, [row.row_id for row in rows])}
+
+    def counts(self) -> PrefixCounts:
+        """Of this worker, since it started."""
+        return PrefixCounts(self._frozen.num_runs, self._frozen.num_cached)
 
     def close(self) -> None:
         if self._cache is not None:

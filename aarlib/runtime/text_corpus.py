@@ -41,12 +41,13 @@ class Source(NamedTuple):
     """Index of the domain in the config."""
     path: str
     documents: str
+    column: str = "text"
 
 
 def find_texts(data: DataConfig) -> list[Source]:
     """Every file of every domain; a ValueError for a pattern that names nothing. `$NAME` is taken from the environment."""
     sources = [
-        Source(index, path, domain.documents)
+        Source(index, path, domain.documents, domain.column)
         for index, (name, domain) in enumerate(data.domains.items())
         for path in _paths(name, domain)
     ]
@@ -68,15 +69,16 @@ def _paths(name: str, domain: TextDomain) -> list[str]:
         raise ValueError(f"data.domains.{name}: {str(error).removeprefix('data.train: ')}") from None
 
 
-def documents_of(source: str, documents: Any) -> Iterator[TextDocument]:
+def documents_of(source: Source) -> Iterator[TextDocument]:
     """The documents of a file, or articles of the bundled world."""
-    if not source.startswith("nano:"):
-        yield from read_documents(source, documents)
+    if not source.path.startswith("nano:"):
+        documents: Any = source.documents
+        yield from read_documents(source.path, documents, source.column)
         return
     from aarlib.nano.config import WorldConfig
     from aarlib.nano.world import register_texts
 
-    register, count = _parse_register(source)
+    register, count = _parse_register(source.path)
     for index, text in enumerate(register_texts(WorldConfig(), register, count)):
         yield TextDocument(f"nano:{register}:{index}", text)
 
@@ -130,7 +132,7 @@ def read_windows(table: pa.Table, model: dict[str, Any], data: dict[str, Any]) -
     rows: list[tuple[int, bool, Encoded]] = []
     for source in (Source(**row) for row in table.to_pylist()):
         kept: dict[str, list[TextDocument]] = {"train": [], "development": [], "test": []}
-        for document in documents_of(source.path, source.documents):
+        for document in documents_of(source):
             if in_fraction(document.doc_id, settings.sample, "sample"):
                 kept[split_of(document.doc_id, settings.held_out, settings.test)].append(document)
         for split in ("train", "development"):

@@ -18,7 +18,7 @@ from aarlib.runtime import checkpoints, held_out
 from aarlib.runtime.batches import GlobalBatch
 from aarlib.runtime.checkpoints import TrainingState, capture, restore_optimizer, restore_parameters
 from aarlib.runtime.engine import Setup, StepStats, Trainee, check_device, make_engine, train_step
-from aarlib.runtime.population import Pending, enable_only, shared_prefix, with_own_rate
+from aarlib.runtime.population import Pending, PrefixCounts, enable_only, shared_prefix, with_own_rate
 from aarlib.runtime.routing import RoutingCounts, counting, routing_metrics
 from aarlib.runtime.run_directory import append_line, cut_history
 from aarlib.runtime.session import Session, from_all_workers, peak_gib, save_checkpoint, sum_over_workers
@@ -52,6 +52,12 @@ class Progress(NamedTuple):
     wall_s: float
 
 
+class Trained(NamedTuple):
+    progress: Progress
+    prefix: dict[str, int] | None
+    """PrefixCounts summed over the workers, since they started; None for methods without a frozen prefix."""
+
+
 def train_runs(session: Session, pending: Sequence[Pending]) -> None:
     """Train runs side by side on the same batches to their end, each from its state where given, and write their artefacts.
 
@@ -71,10 +77,10 @@ def train_runs(session: Session, pending: Sequence[Pending]) -> None:
         for active in actives:
             enable_only(active.handle, handles)
             before.append(_before(active))
-        progress = _train(actives, pending[0].state)
+        trained = _train(actives, pending[0].state)
         for active, frames in zip(actives, before, strict=True):
             enable_only(active.handle, handles)
-            _after(active, *frames, progress)
+            _after(active, *frames, trained)
             active.engine.destroy()
     finally:
         for handle in handles:
@@ -142,7 +148,7 @@ def _check_same_base(session: Session, path: Path) -> None:
         )
 
 
-def _train(actives: Sequence[Active], state: TrainingState | None) -> Progress:
+def _train(actives: Sequence[Active], state: TrainingState | None) -> Trained:
     session, setup = actives[0].session, actives[0].setup
     start, tokens, earlier_s = (0, 0, 0.0) if state is None else (state.step, state.tokens, state.wall_s)
     begun = last_log = time.monotonic()
@@ -170,7 +176,13 @@ def _train(actives: Sequence[Active], state: TrainingState | None) -> Progress:
                     _checkpoint(active, step, batch, stats, Progress(step + 1, tokens, wall_s))
             if is_logged:
                 last_log, tokens_logged = time.monotonic(), tokens
-    return Progress(setup.total_steps, tokens, earlier_s + time.monotonic() - begun)
+    progress = Progress(setup.total_steps, tokens, earlier_s + time.monotonic() - begun)
+    return Trained(progress, None if prefix is None else _over_workers(prefix.counts()))
+
+
+def _over_workers(counts: PrefixCounts) -> dict[str, int]:
+    sums = map(sum, zip(*from_all_workers(counts), strict=True))
+    return PrefixCounts(*sums)._asdict()
 
 
 def _checkpoint(active: Active, step: int, batch: GlobalBatch, stats: StepStats, progress: Progress) -> None:
@@ -226,10 +238,10 @@ def _routing(active: Active, rows: list[Any]) -> dict[str, float]:
     return routing_metrics(totals, anatomy(active.session.model).moe_layers)
 
 
-def _after(active: Active, untouched: pd.DataFrame, step0: pd.DataFrame, progress: Progress) -> None:
-    session, run = active.session, active.run
-    trained = _evaluate(active)
-    _write(active, trained, active.folder / held_out.FILE)
+def _after(active: Active, untouched: pd.DataFrame, step0: pd.DataFrame, trained: Trained) -> None:
+    session, run, progress = active.session, active.run, trained.progress
+    scored = _evaluate(active)
+    _write(active, scored, active.folder / held_out.FILE)
     after = frozen_hash(session.model)
     for value in from_all_workers(after):
         check_frozen(session.frozen, value)
@@ -242,13 +254,14 @@ def _after(active: Active, untouched: pd.DataFrame, step0: pd.DataFrame, progres
         "num_trainable": active.handle.num_trainable,
         "untouched_ce": held_out.mean_ce(untouched),
         "step0_ce": held_out.mean_ce(step0),
-        "held_out_ce": held_out.mean_ce(trained),
-        "num_held_out": len(trained),
+        "held_out_ce": held_out.mean_ce(scored),
+        "num_held_out": len(scored),
         "frozen_sha256_before": session.frozen,
         "frozen_sha256_after": after,
         "peak_gib": [round(value, 3) for value in from_all_workers(peak_gib(session.device))],
         "num_workers": session.world_size,
         "zero_stage": active.setup.zero_stage,
+        "prefix_micro_batches": trained.prefix,
         "tracking_problems": active.logger.problems,
     }
     _save(active, summary)

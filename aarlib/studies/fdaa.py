@@ -5,6 +5,7 @@ better;
 a window's value is the mean over seeds, then windows are bootstrapped.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from os.path import commonprefix
 from typing import Any, NamedTuple
@@ -45,7 +46,10 @@ def window_ce(records: pd.DataFrame) -> pd.DataFrame:
 
 
 def compare(ce: pd.DataFrame, arm: str, against: str) -> Compared:
-    """`arm` minus `against` over the rows of `ce`; an arm with one seed stands beside every seed of the other."""
+    """`arm` minus `against` over the rows of `ce`; an arm with one seed stands beside every seed of the other.
+
+    ValueError where both have several seeds and not the same ones, or a window is missing.
+    """
     ours, theirs = _seeds(ce, arm), _seeds(ce, against)
     seeds = ours.columns if len(ours.columns) >= len(theirs.columns) else theirs.columns
     differences = np.stack([_of(ours, seed) - _of(theirs, seed) for seed in seeds])
@@ -58,7 +62,7 @@ def compare(ce: pd.DataFrame, arm: str, against: str) -> Compared:
 
 def strongest_fixed(development: pd.DataFrame) -> str:
     """The control with the lowest mean CE on development windows."""
-    present = {arm for arm, _ in development.columns if _seeds(development, arm).notna().all(axis=None)}
+    present = {arm for arm, _ in development.columns}
     return min(
         (arm for arm in FIXED if arm in present), key=lambda arm: float(_seeds(development, arm).to_numpy().mean())
     )
@@ -72,7 +76,7 @@ def domain_table(records: pd.DataFrame, layers: str | None = None) -> pd.DataFra
         if layers is not None and keys[2] != layers:
             continue
         part = ce.loc[keys[:2]].xs(keys[2], level="layers")
-        development, test = part.loc["development"].dropna(axis=1), part.loc["test"].dropna(axis=1)
+        development, test = _complete(part.loc["development"], keys), _complete(part.loc["test"], keys)
         strongest = strongest_fixed(development)
         row = dict(zip(KEYS, keys, strict=True)) | {"native_ce": float(_seeds(test, "native").to_numpy().mean())}
         controls = ["native", "permuted", *(arm for arm in FIXED if arm in {name for name, _ in test.columns})]
@@ -88,7 +92,7 @@ def control_table(records: pd.DataFrame) -> pd.DataFrame:
     ce = window_ce(records)
     rows = []
     for keys in ce.index.droplevel(["split", "window"]).unique():
-        test = ce.loc[keys[:2]].xs(keys[2], level="layers").loc["test"].dropna(axis=1)
+        test = _complete(ce.loc[keys[:2]].xs(keys[2], level="layers").loc["test"], keys)
         for arm in sorted({name for name, _ in test.columns} - {"native"}):
             rows.append(
                 dict(zip(KEYS, keys, strict=True)) | {"arm": arm} | _named("vs_native", compare(test, arm, "native"))
@@ -111,7 +115,7 @@ def layer_table(records: pd.DataFrame) -> pd.DataFrame:
         singles = [place for place in places if place != ALL]
         choices = [(place, [place]) for place in singles] + [(POOLED, singles), (ALL, [ALL])]
         for label, chosen in choices:
-            cells = part[part.index.get_level_values("layers").isin(chosen)].dropna(axis=1)
+            cells: Any = _complete(part[part.index.get_level_values("layers").isin(chosen)], (run, domain, label))
             cells = cells.groupby(level=["split", "window"], sort=False).mean()
             development, test = cells.loc["development"], cells.loc["test"]
             strongest = strongest_fixed(development)
@@ -123,6 +127,18 @@ def layer_table(records: pd.DataFrame) -> pd.DataFrame:
                 | (_named("vs_static", compare(test, "fdaa", "static")) if _has(test, "static") else {})
             )
     return pd.DataFrame(rows)
+
+
+def _complete(ce: pd.DataFrame, place: tuple[str, ...]) -> pd.DataFrame:
+    """The (arm, seed) columns that were evaluated at `place`; ValueError where one of them lacks a window."""
+    found = ce.dropna(axis=1, how="all")
+    rows, columns = np.nonzero(found.isna().to_numpy())
+    if rows.size:
+        (arm, seed), where = found.columns[columns[0]], found.index[rows[0]]
+        raise ValueError(
+            f"records of {place}: {arm}, seed {seed}, is not finite or missing at {where}; evaluate its unit again"
+        )
+    return found
 
 
 def _has(ce: pd.DataFrame, arm: str) -> bool:
@@ -138,13 +154,33 @@ def _seeds(ce: pd.DataFrame, arm: str) -> pd.DataFrame:
 
 
 def _of(values: pd.DataFrame, seed: int) -> np.ndarray:
+    if len(values.columns) > 1 and seed not in values.columns:
+        raise ValueError(
+            f"seed {seed} has no counterpart among seeds {list(values.columns)} of the arm it is compared with; train it"
+        )
     column = seed if seed in values.columns else values.columns[0]
     return values[column].to_numpy()
 
 
+def window_table(records: pd.DataFrame) -> pd.DataFrame:
+    """One row per (run, domain, split): how many windows, and the SHA-256 of their sorted ids, one a line."""
+    rows = []
+    groups: Any = records.groupby(["run", "domain", "split"], sort=False)
+    for keys, part in groups:
+        ids = sorted(part["window"].unique())
+        digest = hashlib.sha256("\n".join(ids).encode()).hexdigest()
+        rows.append(dict(zip(("run", "domain", "split"), keys, strict=True)) | {"windows": len(ids), "sha256": digest})
+    return pd.DataFrame(rows)
+
+
 def results(records: pd.DataFrame) -> dict[str, list[dict[str, object]]]:
-    """Every table as JSON-able rows: `domains`, `controls`, `layers`."""
-    found = {"domains": domain_table(records), "controls": control_table(records), "layers": layer_table(records)}
+    """Every table as JSON-able rows: `domains`, `controls`, `layers`, and `windows`, on which they were measured."""
+    found = {
+        "domains": domain_table(records),
+        "controls": control_table(records),
+        "layers": layer_table(records),
+        "windows": window_table(records),
+    }
     return {name: _rows(frame) for name, frame in found.items()}
 
 
@@ -162,9 +198,13 @@ def metrics_of(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, fl
 def merged(studies: Sequence[Mapping[str, Sequence[Mapping[str, Any]]]]) -> dict[str, list[dict[str, Any]]]:
     """Results of several studies as one, the beginning that all names of runs share left out."""
     joined = {key: [row for study in studies for row in study.get(key, ())] for key in studies[0]}
-    shared = commonprefix([row["run"] for rows in joined.values() for row in rows])
+    shared = commonprefix([row["run"] for rows in joined.values() for row in rows if "run" in row])
     shared = shared[: shared.rfind("_") + 1]
-    return {key: [{**row, "run": row["run"].removeprefix(shared)} for row in rows] for key, rows in joined.items()}
+
+    def shortened(row: Mapping[str, Any]) -> dict[str, Any]:
+        return {**row, "run": row["run"].removeprefix(shared)} if "run" in row else dict(row)
+
+    return {key: [shortened(row) for row in rows] for key, rows in joined.items()}
 
 
 def _rows(frame: pd.DataFrame) -> list[dict[str, object]]:

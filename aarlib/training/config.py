@@ -38,18 +38,28 @@ class TextDomain(Config):
     """Plain text of one kind, `[data.domains.<name>]`."""
 
     text: tuple[str, ...]
-    """Globs or URIs of .txt, JSONL(.gz) or parquet files with a string `text`, or `nano:<register>:<number of articles>`."""
+    """Globs or URIs of .txt, JSONL(.gz) or parquet files, or `nano:<register>:<number of articles>`."""
+    column: str = "text"
+    """The string of a JSONL or parquet row that holds its text."""
     documents: Literal["whole", "headings"] = "whole"
     """What a document is: each row (of a .txt file: the whole file), or what stands between two WikiText titles ` = Title = `."""
     hub: str | None = None
     """Hugging Face dataset id that `prepare` ingests into the folder of `text`."""
     hub_config: str | None = None
     """Its configuration, such as wikitext-103-raw-v1."""
+    hub_revision: str | None = None
+    """Branch, tag or commit; `refs/convert/parquet` for a dataset that is a script."""
     hub_split: str = "train"
     hub_rows: int | None = Field(default=None, ge=1)
     """At most so many rows."""
     hub_column: str = "text"
     """Its column that holds the text; the shards name it `text`."""
+
+    @model_validator(mode="after")
+    def _columns(self) -> Self:
+        if self.hub is not None and self.column != "text":
+            raise ValueError(f"column = {self.column!r}: ingested shards name it `text`; set hub_column instead")
+        return self
 
 
 class DataConfig(Config):
@@ -237,6 +247,11 @@ class RunConfig(Config):
         if aggregation and data.packing:
             raise ValueError(
                 f"method.{aggregation[0]}: aggregation methods train on unpacked rows; set data.packing = false"
+            )
+        if aggregation and optim.activation_checkpointing:
+            raise ValueError(
+                f"optim.activation_checkpointing: method.{aggregation[0]} acts on a frozen prefix, which is gone when a layer is "
+                "computed again in the backward pass; leave it out, and lower optim.micro_batch for memory"
             )
         if optim.population and len(self.seeds) > 1 and data.order_seed is None:
             raise ValueError("optim.population: heads of several seeds share their batches; set data.order_seed")

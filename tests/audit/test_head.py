@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -43,6 +45,40 @@ def test_scores_are_zero_before_training_and_depend_on_the_layer_after():
     first, second = (head(hidden, outputs, weights, ids, layer) for layer in (1, 3))
     assert (first - second).abs().max() > 1e-2
     assert first.std(dim=1).min() > 1e-2
+
+
+def naive_score(tensors, hidden, outputs, weights, ids, layer, slot):
+    """DESIGN 2.5 for one slot of one token, term by term; `tensors` by name in the head, `layer` its row of the embedding."""
+    size = len(ids)
+    a = tensors["project_hidden.weight"] @ hidden
+    projected = [tensors["project_outputs.weight"] @ outputs[j] for j in range(size)]
+    mean = sum(projected) / size
+    b = projected[slot]
+    mass = sum(float(weights[j]) for j in range(size))
+    p = float(weights[slot]) / mass
+    features = [
+        *a, *b, *(x * y for x, y in zip(a, b, strict=True)), *(b - mean), *tensors["expert_embedding.weight"][ids[slot]],
+        *tensors["layer_embedding.weight"][layer], torch.tensor(p), torch.tensor(math.log(p)), torch.tensor(mass),
+    ]  # fmt: skip
+    mixed = tensors["mix.weight"] @ torch.stack([value.double() for value in features]) + tensors["mix.bias"]
+    activated = torch.tensor([0.5 * float(x) * (1 + math.erf(float(x) / math.sqrt(2))) for x in mixed])
+    return float(tensors["score.weight"][0] @ activated.double() + tensors["score.bias"][0])
+
+
+@pytest.mark.parametrize("sizes", [(64, 128), (128, 512)], ids=["301,313", "810,113"])
+def test_scores_are_the_formula_of_a_loop_over_tokens_and_slots(sizes):
+    head = lively(layers=(1, 3), projection_size=sizes[0], hidden_size=sizes[1], seed=5)
+    with torch.no_grad():
+        head.score.bias.fill_(0.3)
+    tensors = {name: tensor.detach().double() for name, tensor in head.named_parameters()}
+    hidden, outputs, weights, ids = draw(seed=4)
+    arguments = (hidden.double(), outputs.double(), weights, ids.tolist())
+    expected = torch.tensor(
+        [[naive_score(tensors, *(part[t] for part in arguments), 1, slot) for slot in range(K)] for t in range(T)]
+    )
+    found = head(hidden, outputs, weights, ids, 3).detach()
+    assert expected.std() > 0.1
+    assert float((found - expected).abs().max() / expected.abs().max().clamp_min(1)) < 1e-6
 
 
 def test_permuting_the_slots_permutes_the_scores():

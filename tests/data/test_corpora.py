@@ -27,6 +27,14 @@ def test_rows_of_jsonl_are_documents_and_bad_rows_are_named(tmp_path):
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress("\n".join(json.dumps({"text": text}) for text in ("one", " ", "two")).encode()))
     assert list(read_documents(str(path))) == [TextDocument("a.jsonl.gz:1", "one"), TextDocument("a.jsonl.gz:3", "two")]
+    rows = [{"sentence": "one"}, {"sentence": "two"}]
+    (tmp_path / "ptb.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "ptb.parquet")
+    for name in ("ptb.jsonl", "ptb.parquet"):
+        found = list(read_documents(tmp_path / name, column="sentence"))
+        assert found == [TextDocument(f"{name}:1", "one"), TextDocument(f"{name}:2", "two")]
+        with pytest.raises(ValueError, match=r"no (string under|column) `text`"):
+            list(read_documents(tmp_path / name))
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"content": "x"}\n')
     with pytest.raises(ValueError, match=r"bad.jsonl:1: no string under `text`"):

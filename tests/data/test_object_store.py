@@ -77,7 +77,7 @@ def test_texts_of_every_format_are_read_by_audit_lens_and_training(options: str)
     ]
     assert [document.text for document in found] == [text for texts in expected.values() for text in texts]
     data = DataConfig.from_mapping({"domains": {"one": {"text": [pattern]}}})
-    assert [row for source in find_texts(data) for row in documents_of(source.path, source.documents)] == found
+    assert [row for source in find_texts(data) for row in documents_of(source)] == found
     articles = [WHOLE[: WHOLE.index(" = Two")], WHOLE[WHOLE.index(" = Two") :]]
     for name in expected:
         split = [row.text for row in domain_documents(f"wikitext:s3://rows/t/{name}?{options}", "x")]

@@ -52,6 +52,28 @@ def test_auto_takes_the_kernel_after_its_check(fresh: None) -> None:
     assert backends.calls == {"cpu_flash": 1, "blockwise": 1}
 
 
+def test_squares_single_queries_chunks_and_long_calls_have_a_check_each(
+    fresh: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is wrong with one kind of call only is found, and the other kinds keep the kernel."""
+    good, checked = backends._named("cpu_flash"), []
+
+    def bad_where_queries_are_few(query: Tensor, key: Tensor, *rest) -> Attended:
+        checked.append((query.shape[2], key.shape[2]))
+        attended = good.attend(query, key, *rest)
+        return off_by_ln2(attended) if query.shape[2] < key.shape[2] else attended
+
+    monkeypatch.setattr(backends, "KERNELS", (good._replace(attend=bad_where_queries_are_few),))
+    for queries, keys in ((8, 8), (1, 8), (3, 8), (520, 520), (1, 520), (9, 520)):
+        backends.calls.clear()
+        query, key = draw(1, 2, queries, 16), draw(1, 2, keys, 16)
+        for _ in range(2):
+            attention_with_windows(query, key, key, mask=None, scale=0.25, window=4)
+        assert backends.calls == {"cpu_flash" if queries == keys else "blockwise": 2}
+    in_a_check = [sizes for sizes in checked if sizes not in ((8, 8), (520, 520))]
+    assert in_a_check == [(24, 24), (1, 24), (8, 24), (600, 600), (1, 600), (200, 600)]
+
+
 def test_the_check_passes_also_in_a_first_forward_without_gradients(fresh: None) -> None:
     for mode in (torch.inference_mode, torch.no_grad):
         backends._verdicts.clear()
@@ -64,13 +86,14 @@ def test_the_check_passes_also_in_a_first_forward_without_gradients(fresh: None)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("head_dim", "value_dim", "group"), [(64, 64, 1), (16, 12, 2)])
 @pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("sizes", [(24, 24), (1, 24), (8, 24), (600, 600), (1, 600), (200, 600)])
 def test_the_cpu_kernel_passes_its_check(
-    dtype: torch.dtype, head_dim: int, value_dim: int, group: int, masked: bool
+    dtype: torch.dtype, head_dim: int, value_dim: int, group: int, masked: bool, sizes: tuple[int, int]
 ) -> None:
     kernel = backends._named("cpu_flash")
-    signature = Signature(kernel.name, torch.device("cpu"), dtype, head_dim, value_dim, group, masked)
+    signature = Signature(kernel.name, torch.device("cpu"), dtype, head_dim, value_dim, group, masked, *sizes)
     error = self_check(kernel, signature)
-    print(f"self-check of cpu_flash, {dtype}, heads of {head_dim}/{value_dim}: {error:.1e}")
+    print(f"self-check of cpu_flash, {dtype}, heads of {head_dim}/{value_dim}, {sizes}: {error:.1e}")
     assert error < (1e-5 if dtype == torch.float32 else backends.BOUNDS[dtype])
 
 
@@ -200,5 +223,7 @@ def test_the_cuda_kernels_pass_their_checks(kernel: kernels.Kernel) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     masked = kernel.name != "cuda_flash"
-    signature = Signature(kernel.name, torch.device("cuda"), torch.bfloat16, 64, 64, 2, masked)
-    assert self_check(kernel, signature) < backends.BOUNDS[torch.bfloat16]
+    sizes = {"cuda_flash": [(24, 24), (1, 24), (600, 600), (1, 600)], "cuda_flex": [(600, 600)]}
+    for queries, keys in sizes.get(kernel.name, [(24, 24), (1, 24), (8, 24), (600, 600), (1, 600), (200, 600)]):
+        signature = Signature(kernel.name, torch.device("cuda"), torch.bfloat16, 64, 64, 2, masked, queries, keys)
+        assert self_check(kernel, signature) < backends.BOUNDS[torch.bfloat16], (queries, keys)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
+from aarlib.runtime.fdaa_config import FDAAStudyConfig
 from aarlib.training.config import RunConfig
 from pipelines import train
 from pipelines.command_line import resolve_paths
@@ -79,6 +80,37 @@ def test_the_dry_run_prints_the_trainable_counts(name: str, counts: dict[str, in
     assert result.returncode == 0, result.stderr
     for label, count in counts.items():
         assert re.search(rf"\b{label}\b.*\b{count:,}\b", result.stdout), result.stdout
+
+
+HEAD_OF_ONE = 2 * 64 * 2048 + 64 * 8 + 32 + 128 * 299 + 128 + 128 + 1
+"""Both projections, embeddings of 64 experts and of one layer, the two linear maps: 301,217."""
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "static"),
+    [
+        ("olmoe0924_fdaa_wikitext.toml", 301_313, 4 * 64),
+        ("olmoe0924_fdaa_mixed.toml", 301_217, 64),
+        ("deepseek_v2_lite_fdaa.toml", HEAD_OF_ONE, 64),
+    ],
+)
+def test_the_dry_run_prints_the_counts_of_heads(name: str, head: int, static: int, capsys):
+    assert train.main([str(CONFIGS / name), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    for label, count in (("fdaa", head), ("static", static)):
+        assert re.search(rf"\b{label}\b.*\b{count:,}\b", shown), shown
+
+
+def test_every_run_of_the_papers_has_a_study_of_its_name_on_files_that_it_does_not_read():
+    studies = [FDAAStudyConfig.from_toml(path) for path in CONFIGS.glob("*_fdaa*study.toml") if "nano" not in path.name]
+    assert {run for study in studies for run in study.fdaa.runs} == {
+        name.removesuffix(".toml") for name in RUNS if "fdaa" in name and "nano" not in name
+    }
+    for study in studies:
+        [run] = study.fdaa.runs
+        read = {pattern for domain in load(f"{run}.toml").data.domains.values() for pattern in domain.text}
+        assert all(not domain.trained_on and not read & set(domain.text) for domain in study.fdaa.domains.values())
+        assert study.model.name == load(f"{run}.toml").model.name
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,18 @@ import math
 import re
 
 import pytest
+import torch
 
 import aarlib
 from aarlib import identities
 from aarlib.aar import AARConfig
 from aarlib.fdaa import FDAAConfig, attach
 from aarlib.identities.checks import IDENTITIES, Patient
-from aarlib.identities.doctor import examine, line, random_inputs
+from aarlib.identities.doctor import examine, examined_length, line, random_inputs
 from aarlib.lens import projection
 from aarlib.lens.decomposition import Decomposition
-from aarlib.moe import backends
+from aarlib.moe import attention, backends
+from aarlib.moe.windows_blockwise import causal_mask
 from pipelines import doctor
 from tests.tiny import tiny_model
 
@@ -68,6 +70,37 @@ def test_a_wrong_kernel_fails_the_examination(monkeypatch, capsys):
     failed = {int(row[0]) for row in ROW.findall(shown) if row[3] == "FAILED"}
     assert {5, 6, 7} <= failed and not failed & {1, 3, 4, 13, 14, 16}
     assert "identities failed" in shown
+
+
+@pytest.mark.parametrize(
+    ("family", "reach", "expected"),
+    [("gpt_oss", 8, 48), ("gpt_oss", 60, 101), ("gpt_oss", 128, 192), ("mixtral", 4096, 48), ("mixtral", None, 48)],
+)
+def test_rows_get_past_a_sliding_range_where_it_is_short(family, reach, expected):
+    model = tiny_model(family, sliding_window=reach)
+    assert examined_length(model) == expected
+    patient = Patient(model, identities.default_attach, random_inputs(model, expected, 0), 10, False, None)
+    row = IDENTITIES[4].run(patient)
+    assert row.error < 1e-5
+    assert row.note == {4096: "NOT past the sliding range of 4096 tokens", None: ""}.get(
+        reach, f"past the sliding range of {reach} tokens"
+    )
+
+
+def test_a_lost_sliding_range_is_found_in_rows_that_get_past_it(monkeypatch):
+    stock = attention.attention_with_windows
+
+    def without_range(query, key, value, *, mask, **rest):
+        seen = (mask if mask.dtype == torch.bool else mask > -1).any(-2, keepdim=True)
+        return stock(query, key, value, mask=seen & causal_mask(query.shape[2], key.shape[2], query.device), **rest)
+
+    monkeypatch.setattr(attention, "attention_with_windows", without_range)
+    model = tiny_model("gpt_oss", sliding_window=60)
+    errors = []
+    for length in (48, examined_length(model)):
+        patient = Patient(model, identities.default_attach, random_inputs(model, length, 0), 10, False, None)
+        errors.append(IDENTITIES[4].run(patient).error)
+    assert errors[0] < 1e-5 and errors[1] > 1e-3
 
 
 def test_one_expert_per_token_is_not_applicable_rather_than_a_failure():

@@ -3,6 +3,8 @@
 import json
 import re
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pipelines.prepare import main
@@ -111,3 +113,84 @@ layers = [7]
     train, development, test = map(int, re.findall(r"(\d+) [a-z]+", line))
     assert line.startswith("some: ") and train + development + test == 300
     assert abs(test - 60) < 20 and abs(development - 30) < 15
+
+
+CARD = """---
+configs:
+- config_name: raw
+  data_files:
+  - {split: train, path: raw/train-*.parquet}
+  - {split: test, path: raw/test-*.parquet}
+- config_name: other
+  data_files:
+  - {split: train, path: other/*.parquet}
+---
+"""
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A dataset of two configurations and two splits, as a Hub repository holds it; each row says where it stands."""
+    folder = tmp_path / "hub" / "tiny"
+    for name, split in (("raw", "train"), ("raw", "test"), ("other", "train")):
+        rows = [{"sentence": f"row {number} of {name}/{split}"} for number in range(40)]
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(rows), folder / name / f"{split}-00000-of-00001.parquet")
+    (folder / "README.md").write_text(CARD)
+    return folder
+
+
+HUB_TEXTS = """
+name = "texts"
+{head}.domains.some]
+text = ["{folder}/{split}/*.parquet"]
+hub = "{hub}"
+hub_config = "raw"
+hub_split = "{split}"
+hub_column = "sentence"
+hub_rows = 30
+{rest}
+"""
+
+
+def ingested(folder):
+    return [row["text"] for path in sorted(folder.glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
+
+
+def test_the_texts_of_a_training_are_ingested_by_configuration_split_column_and_rows(tmp_path, hub, capsys):
+    path = tmp_path / "run.toml"
+    head, rest = "[data]\nheld_out = 0.1\ntest = 0.2\n[data", '[method.fdaa]\nname = "fdaa"\nlayers = [7]'
+    path.write_text(HUB_TEXTS.format(head=head, folder=tmp_path, hub=hub, split="train", rest=rest))
+    main([str(path), "--dry-run"])
+    assert f"would ingest {hub} into {tmp_path}/train/*.parquet" in capsys.readouterr().out
+    assert not (tmp_path / "train").exists()
+    for _ in range(2):
+        main([str(path)])
+        shown = capsys.readouterr().out
+        assert "30 rows in 1 shards" in shown and sum(map(int, re.findall(r"(\d+) [a-z]+(?:,| doc)", shown))) == 30
+    assert ingested(tmp_path / "train") == [f"row {number} of raw/train" for number in range(30)]
+    with pytest.raises(SystemExit, match="was ingested with config = 'raw', not 'other'"):
+        main([str(path), "--data.domains.some.hub_config=other"])
+    with pytest.raises(SystemExit, match="was ingested with asked_revision = None, not 'refs/convert/parquet'"):
+        main([str(path), "--data.domains.some.hub_revision=refs/convert/parquet"])
+
+
+def test_the_texts_of_a_study_are_ingested_too(tmp_path, hub, capsys):
+    path = tmp_path / "study.toml"
+    head, rest = '[fdaa]\nruns = ["texts"]\n[fdaa', "trained_on = false"
+    path.write_text(HUB_TEXTS.format(head=head, folder=tmp_path, hub=hub, split="test", rest=rest))
+    main([str(path), "--dry-run"])
+    assert f"would ingest {hub} into {tmp_path}/test/*.parquet" in capsys.readouterr().out
+    main([str(path)])
+    shown = capsys.readouterr().out
+    assert "some: 0 train" in shown and "30 rows in 1 shards" in shown
+    assert ingested(tmp_path / "test") == [f"row {number} of raw/test" for number in range(30)]
+
+
+def test_a_column_of_ingested_shards_is_refused(tmp_path, hub, capsys):
+    path = tmp_path / "run.toml"
+    head, rest = "[data", 'column = "sentence"\n[method.fdaa]\nname = "fdaa"\nlayers = [7]'
+    path.write_text(HUB_TEXTS.format(head=head, folder=tmp_path, hub=hub, split="train", rest=rest))
+    with pytest.raises(SystemExit):
+        main([str(path)])
+    assert "column = 'sentence': ingested shards name it `text`; set hub_column instead" in capsys.readouterr().err

@@ -86,7 +86,18 @@ def test_a_study_writes_records_tables_metrics_and_a_page_and_is_taken_up_again(
     found = json.loads((folder / "tables.json").read_text())
     (everywhere,) = (row for row in found["domains"] if row["layers"] == "all")
     assert f"{everywhere['vs_native/mean']:+.4f} [" in page.read_text()
-    assert json.loads((tmp_path / "results" / "page.json").read_text())["runs"] == found["runs"]
+    stored = json.loads((tmp_path / "results" / "page.json").read_text())
+    assert stored["runs"] == found["runs"] and {row["split"]: row["windows"] for row in stored["windows"]} == {
+        "development": 4,
+        "test": 6,
+    }
+    [about] = stored["about"]
+    assert about["study"] == "small" and about["config"]["fdaa"]["window"] == 24 and about["torch"] and about["date"]
+    for row in stored["adapters"]:
+        label = {"fdaa": "fdaa", "static_calibrator": "static"}[row["method"]]
+        metadata = json.loads((tmp_path / f"runs/trained/{label}-seed0/adapter/adapter.json").read_text())
+        assert row["sha256"] == metadata["sha256"]
+    assert len(stored["adapters"]) == 2
     client = tracking._client(f"sqlite:///{tmp_path}/runs/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("aarlib").experiment_id])
     assert run.info.status == "FINISHED"

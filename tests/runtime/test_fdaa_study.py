@@ -2,22 +2,28 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import load_file
 
 pytest.importorskip("ray")
 pytest.importorskip("deepspeed")
 
 from aarlib import identities  # noqa: E402
+from aarlib.audit.head import AggregationHead  # noqa: E402
 from aarlib.data.chat import collate  # noqa: E402
 from aarlib.fdaa.attach import attach_fdaa  # noqa: E402
 from aarlib.fdaa.config import FDAAConfig, FixedConfig, StaticCalibratorConfig  # noqa: E402
+from aarlib.fdaa.controls import window_permutations  # noqa: E402
+from aarlib.moe.dispatch import RouterOutput  # noqa: E402
 from aarlib.moe.loading import load_model  # noqa: E402
+from aarlib.moe.record import intervene, record  # noqa: E402
 from aarlib.runtime.fdaa_config import FDAAStudyConfig  # noqa: E402
-from aarlib.runtime.fdaa_study import Evaluator, find_adapters  # noqa: E402
+from aarlib.runtime.fdaa_runs import find_adapters  # noqa: E402
+from aarlib.runtime.fdaa_study import Evaluator  # noqa: E402
 from aarlib.training.adapter import load_adapter, save_adapter  # noqa: E402
 from aarlib.training.objectives import next_token_ce  # noqa: E402
 from tests.runtime.conversations import save_model  # noqa: E402
@@ -56,7 +62,7 @@ def study(folder: Path, **changes: Any) -> FDAAStudyConfig:
 
 
 def run_values(folder: Path) -> dict[str, Any]:
-    domains = {"texts": {"text": [str(folder / "texts.jsonl")]}}
+    domains = {"texts": {"text": [str(folder / "t*.jsonl")]}, "articles": {"text": ["nano:ledger:20"]}}
     return {
         "name": "seen",
         "data": {"domains": domains, "held_out": 0.3, "test": 0.4},
@@ -110,9 +116,89 @@ def test_arms_equal_the_whole_patched_model(folder: Path, evaluator: Evaluator, 
                 assert (expected - stock).abs().max() > 1e-2
                 torch.testing.assert_close(ce(arm, layers), expected, atol=1e-3, rtol=0)
             handle.detach()
-    arms = ("fdaa", "permuted", "no_outputs", "no_hidden", "router_and_id", "uniform")
-    values = [ce(arm, "1") for arm in arms]
-    assert all(float((a - b).abs().max()) > 1e-3 for i, a in enumerate(values) for b in values[:i])
+
+
+class Recorded(NamedTuple):
+    """At layer 1 of the stock model, one row a token."""
+
+    weights: torch.Tensor
+    ids: torch.Tensor
+    hidden: torch.Tensor
+    outputs: torch.Tensor
+
+
+def recorded(model: Any, batch: dict[str, torch.Tensor]) -> Recorded:
+    seen = []
+
+    def keep(output: RouterOutput, hidden: torch.Tensor) -> RouterOutput:
+        seen.append(hidden)
+        return output
+
+    with torch.no_grad(), intervene(model, {1: keep}), record(model, [1], dispatch=True, expert_outputs=True) as found:
+        next_token_ce(model, batch)
+    weights, ids = (part.flatten(0, 1) for part in found.dispatch[1])
+    return Recorded(weights, ids, seen[0], found.expert_outputs[1].flatten(0, 1))
+
+
+def scores_without(folder: Path, found: Recorded, *projections: str) -> torch.Tensor:
+    """Of the saved head, with projections of zeros in place of the named ones."""
+    tensors = load_file(folder / "head" / "adapter.safetensors")
+    layers, experts = tensors["head.layer_embedding.weight"].shape[0], tensors["head.expert_embedding.weight"].shape[0]
+    head = AggregationHead(found.hidden.shape[-1], experts, LAYERS)
+    assert layers == len(LAYERS)
+    head.load_state_dict({name.removeprefix("head."): tensor for name, tensor in tensors.items()})
+    with torch.no_grad():
+        for name in projections:
+            getattr(head, name).weight.zero_()
+        return head(found.hidden, found.outputs, found.weights, found.ids, 1)
+
+
+def moved(scores: torch.Tensor, weights: torch.Tensor, row_ids: list[str], length: int) -> torch.Tensor:
+    """Position t of a window gets the scores of position permutation[t], its strongest expert those of the strongest there."""
+    result = torch.zeros_like(scores)
+    for row, row_id in enumerate(row_ids):
+        [permutation] = window_permutations([row_id], [length], length).tolist()
+        for position in range(length):
+            here, there = row * length + position, row * length + permutation[position]
+            ours, theirs = (sorted(range(3), key=lambda j, t=t: -float(weights[t, j])) for t in (here, there))
+            for slot, source in zip(ours, theirs, strict=True):
+                result[here, slot] = scores[there, source]
+    return result
+
+
+def test_every_arm_is_its_formula_applied_to_the_recorded_dispatch(
+    folder: Path, evaluator: Evaluator, records: pd.DataFrame
+) -> None:
+    """w' written out for each arm, put in place of the router's weights at layer 1: the same CE of every window."""
+    model, tokenizer = load_model(str(folder / "model"))
+    rows = evaluator._of_domain("texts").test
+    batch, row_ids, length = collate(rows, tokenizer.pad_token_id), [row.row_id for row in rows], len(rows[0].input_ids)
+    found = recorded(model, batch)
+    mass = found.weights.sum(-1, keepdim=True)
+    p = found.weights / mass
+    table = load_file(folder / "table" / "adapter.safetensors")["head.table"][0]
+    scores = scores_without(folder, found)
+    expected = {
+        "native": p,
+        "uniform": torch.full_like(p, 1 / 3),
+        "temperature_0.5": p**2 / (p**2).sum(-1, keepdim=True),
+        "temperature_2.0": p.sqrt() / p.sqrt().sum(-1, keepdim=True),
+        "static": (p.log() + table[found.ids]).softmax(-1),
+        "fdaa": (p.log() + scores).softmax(-1),
+        "permuted": (p.log() + moved(scores, found.weights, row_ids, length)).softmax(-1),
+        "no_outputs": (p.log() + scores_without(folder, found, "project_outputs")).softmax(-1),
+        "no_hidden": (p.log() + scores_without(folder, found, "project_hidden")).softmax(-1),
+        "router_and_id": (p.log() + scores_without(folder, found, "project_hidden", "project_outputs")).softmax(-1),
+    }
+    at_1 = records[records["layers"] == "1"]
+    assert set(at_1["arm"]) == set(expected)
+    values = []
+    for arm, q in expected.items():
+        ce = at_1[at_1["arm"] == arm].set_index("window").loc[row_ids, "ce_sum"].to_numpy()
+        with torch.no_grad(), intervene(model, {1: lambda out, _, q=q: out._replace(weights=mass * q)}):
+            values.append(next_token_ce(model, batch).ce_sum)
+        torch.testing.assert_close(torch.tensor(ce).float(), values[-1], atol=1e-3, rtol=0)
+    assert all(float((a - b).abs().max()) > 1e-2 for i, a in enumerate(values) for b in values[:i])
 
 
 def test_what_cannot_be_evaluated_is_refused(folder: Path) -> None:
@@ -127,6 +213,16 @@ def test_what_cannot_be_evaluated_is_refused(folder: Path) -> None:
         (folder / "runs" / "seen" / name).write_text(text)
     with pytest.raises(ValueError, match="texts: trained_on = false, but seen was trained on .*texts.jsonl"):
         find_adapters(study(folder, **{"fdaa.domains.texts.trained_on": False}), "seen")
+    more = {"text": ["nano:ledger:30"], "trained_on": False}
+    with pytest.raises(ValueError, match="more: trained_on = false, but seen was trained on 'nano:ledger:30'"):
+        find_adapters(study(folder, **{"fdaa.domains": {"more": more}}), "seen")
+    elsewhere = {"fdaa.domains.texts.text": [str(folder / "model" / ".." / "texts.js*")]}
+    with pytest.raises(ValueError, match="texts: trained_on = false, but seen was trained on .*texts.jsonl"):
+        find_adapters(study(folder, **{"fdaa.domains.texts.trained_on": False}, **elsewhere), "seen")
+    with pytest.raises(
+        ValueError, match="texts.documents = 'headings', but seen .*texts.jsonl' with 'whole', which splits"
+    ):
+        find_adapters(study(folder, **{"fdaa.domains.texts.documents": "headings"}), "seen")
     with pytest.raises(ValueError, match="fdaa.test = 0.1, but seen was trained with data.test = 0.4; use the same"):
         find_adapters(study(folder, **{"fdaa.test": 0.1}), "seen")
     with pytest.raises(ValueError, match="seen has no adapter of fdaa-seed0 yet; finish its training first"):

@@ -1,6 +1,8 @@
 """Ingest from a local folder of parquet files, which `datasets` streams as it streams a Hub dataset."""
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -176,3 +178,41 @@ def test_plain_text_is_ingested_by_column_and_up_to_a_number_of_rows(tmp_path):
     assert ingest(dataset, pattern, text_column="sentence", **settings) == manifest
     with pytest.raises(ValueError, match="with max_rows = 20, not 21; name another folder"):
         ingest(dataset, pattern, text_column="sentence", rows_per_shard=8, max_rows=21)
+
+
+def test_rows_of_the_parquet_branch_of_a_script_dataset(tmp_path):
+    """Its layout: one folder a configuration, one a split."""
+    for split in ("train", "test"):
+        (tmp_path / "ptb/penn_treebank" / split).mkdir(parents=True)
+        rows = pa.Table.from_pylist([{"sentence": f"{split} {number}"} for number in range(5)])
+        pq.write_table(rows, tmp_path / "ptb/penn_treebank" / split / "0000.parquet")
+    pattern = f"{tmp_path}/local/*.parquet"
+    ingest(str(tmp_path / "ptb"), pattern, "test", text_column="sentence", revision="refs/convert/parquet")
+    assert pq.read_table(tmp_path / "local/ptb-00000.parquet")["text"].to_pylist() == [f"test {i}" for i in range(5)]
+
+
+def test_the_revision_that_is_asked_for_is_the_one_that_is_resolved(monkeypatch):
+    """Against a server of the Hub's interface on this machine."""
+    asked = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            body = json.dumps({"id": "some/thing", "sha": "c0ffee" if "refs%2Fconvert" in self.path else "main"})
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        found = [module._current_revision("some/thing", revision) for revision in ("refs/convert/parquet", None)]
+        server.shutdown()
+    assert found == ["c0ffee", "main"]
+    assert asked == ["/api/datasets/some/thing/revision/refs%2Fconvert%2Fparquet", "/api/datasets/some/thing"]

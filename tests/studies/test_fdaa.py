@@ -1,10 +1,11 @@
+import hashlib
 import json
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from aarlib.studies.fdaa import compare, domain_table, layer_table, results, strongest_fixed, window_ce
+from aarlib.studies.fdaa import compare, control_table, domain_table, layer_table, results, strongest_fixed, window_ce
 from aarlib.studies.fdaa_page import tables
 
 EFFECTS = {"native": 0.0, "uniform": 0.3, "temperature_0.5": 0.2, "temperature_2.0": -0.1, "static": -0.05}
@@ -45,7 +46,7 @@ def test_the_strongest_control_is_chosen_on_development_not_on_test():
     assert row["strongest_fixed"] == "uniform"
     assert row["vs_strongest/mean"] == pytest.approx(row["vs_native/mean"] - 0.3)
     ce = window_ce(records())
-    assert strongest_fixed(ce.xs("test", level="split").dropna(axis=1)) == "temperature_2.0"
+    assert strongest_fixed(ce.xs("test", level="split")) == "temperature_2.0"
 
 
 def test_layers_are_shown_alone_pooled_and_together():
@@ -68,9 +69,40 @@ def test_unpaired_windows_are_refused():
         compare(window_ce(missing).xs("development", level="split"), "fdaa", "native")
 
 
+@pytest.mark.parametrize("table", [domain_table, control_table, layer_table])
+@pytest.mark.parametrize("arm", ["fdaa", "native"])
+def test_a_seed_that_lacks_one_window_does_not_leave_the_mean_in_silence(table, arm):
+    whole = records(("3", "7", "all"))
+    one = (whole["arm"] == arm) & (whole["split"] == "test") & (whole["seed"] == (1 if arm == "fdaa" else 0))
+    assert not table(whole).empty
+    with pytest.raises(ValueError, match=rf"{arm}, seed \d, is not finite or missing at .*test"):
+        table(whole.drop(whole.index[one][0]))
+
+
+def test_an_arm_that_a_run_never_had_is_left_out_of_that_run_alone():
+    second = records(seed=1).assign(run="second")
+    frame = domain_table(pd.concat([records(), second[second["arm"] != "static"]])).set_index("run")
+    assert frame["vs_static/mean"].notna().to_dict() == {"trained": True, "second": False}
+
+
+def test_seeds_are_compared_with_their_own_or_with_the_only_one():
+    whole = records()
+    lacking = whole[~((whole["arm"] == "permuted") & (whole["seed"] == 2))]
+    ce = window_ce(lacking).xs("test", level="split")
+    with pytest.raises(ValueError, match=r"seed 2 has no counterpart among seeds \[0, 1\]"):
+        compare(ce, "fdaa", "permuted")
+    only = lacking[~((lacking["arm"] == "permuted") & (lacking["seed"] == 0))]
+    found = compare(window_ce(only).xs("test", level="split"), "fdaa", "permuted")
+    assert len(found.seeds) == 3 and found.seeds == pytest.approx([-0.6, -0.61, -0.62], abs=0.01)
+
+
 def test_results_are_json_and_become_markdown():
     one = tables(json.loads(json.dumps(results(records()), allow_nan=False)))
     assert set(one) == {"domains", "masks"}
+    windows = {row["split"]: row for row in results(records())["windows"]}
+    assert (windows["development"]["windows"], windows["test"]["windows"]) == (8, 30)
+    ids = "\n".join(sorted(f"development{i}" for i in range(8)))
+    assert windows["development"]["sha256"] == hashlib.sha256(ids.encode()).hexdigest()
     assert one["domains"].count("\n") == 2 and "(uniform)" in one["domains"]
     several = tables(json.loads(json.dumps(results(records(("3", "7", "all"))), allow_nan=False)))
     assert set(several) == {"masks", "layers"}

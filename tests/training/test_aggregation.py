@@ -9,6 +9,7 @@ from aarlib.fdaa.config import FDAAConfig, StaticCalibratorConfig
 from aarlib.moe.anatomy import anatomy
 from aarlib.moe.patching import Rank, wrap_forward
 from aarlib.training.aggregation import PREFIX, assignment
+from aarlib.training.config import RunConfig
 from aarlib.training.methods import build_method
 from aarlib.training.prefix import FrozenPrefix, ResidualCache
 from tests.tiny import FAMILIES, tiny_inputs, tiny_model
@@ -51,9 +52,12 @@ def plain_loss(model, handle, batch, layer):
     return {"ce": ce, "kl_penalty": 0.3 * kl, "score_penalty": 0.2 * (scores**2).sum(-1)[keep.flatten()].sum()}
 
 
+@pytest.mark.parametrize("with_aar", [False, True], ids=["stock", "aar"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_terms_and_gradients_equal_the_plain_way(family):
+def test_terms_and_gradients_equal_the_plain_way(family, with_aar):
     model = tiny_model(family)
+    if with_aar:
+        identities.default_attach(model)
     layers = anatomy(model).moe_layers
     method, handle = method_of(model, layers)
     batch = batch_of(model)
@@ -73,13 +77,15 @@ def test_terms_and_gradients_equal_the_plain_way(family):
         assert max(float(gradient.abs().max()) for gradient in ours.values()) > 1e-3
 
 
-def test_on_attention_aware_routers_the_prefix_gives_the_plain_loss():
-    model = tiny_model("olmoe")
-    identities.default_attach(model)
-    method, handle = method_of(model, (2,))
-    batch = batch_of(model)
-    terms, expected = method.loss(model, batch, 0), plain_loss(model, handle, batch, 2)
-    assert all(abs(float(terms[name].sum - expected[name])) < 1e-3 for name in terms)
+def test_activation_checkpointing_is_refused():
+    values = {
+        "name": "a", "data": {"domains": {"a": {"text": ["a.txt"]}}}, "optim": {"activation_checkpointing": True},
+    }  # fmt: skip
+    assert RunConfig.from_mapping({**values, "method": {"sft": {"name": "router_sft"}}}).optim.activation_checkpointing
+    for name in ("fdaa", "static_calibrator"):
+        method = {"head": {"name": name, "layers": [1]}}
+        with pytest.raises(ValueError, match="optim.activation_checkpointing: method.head acts on a frozen prefix"):
+            RunConfig.from_mapping({**values, "method": method})
 
 
 def test_the_static_calibrator_trains_under_the_same_loss():
