@@ -11,7 +11,7 @@ pytest.importorskip("mlflow")
 
 from aarlib.runtime import tracking  # noqa: E402
 from aarlib.runtime.audit import RECORD_COLUMNS  # noqa: E402
-from aarlib.studies.audit_page import frame_of  # noqa: E402
+from aarlib.studies.audit_markdown import frame_of  # noqa: E402
 from pipelines import audit  # noqa: E402
 
 CONFIGS = Path(__file__).parents[2] / "pipelines" / "configs"
@@ -69,7 +69,9 @@ def test_a_run_writes_records_tables_figures_metrics_and_a_page_and_is_taken_up_
     found = json.loads((folder / "tables.json").read_text())
     assert found == json.loads((tmp_path / "results" / "page.json").read_text())
     assert "| structured oracle | -" in page.read_text() and " old " not in page.read_text()
-    assert [path.name for path in (folder / "figures").iterdir()] == ["audit_full.png"]
+    for place in (folder, tmp_path):
+        assert [path.name for path in (place / "figures").iterdir()] == ["audit_full.png"]
+    assert found["about"].keys() == {"date", "aarlib", "torch", "transformers", "config"}
     client = tracking._client(f"sqlite:///{tmp_path}/runs/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("aarlib").experiment_id])
     assert run.info.status == "FINISHED" and run.data.params["audit.layers"] == "[3, 7]"

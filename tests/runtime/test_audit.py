@@ -19,7 +19,8 @@ from aarlib.runtime.audit import RECORD_COLUMNS, Auditor, audit, check
 from aarlib.runtime.audit_config import AuditRunConfig
 from aarlib.runtime.audit_units import draw_units, draw_windows
 from aarlib.runtime.documents import domain_documents
-from aarlib.studies.audit_page import results, tables, to_json
+from aarlib.studies.audit_markdown import tables
+from aarlib.studies.audit_page import results, to_json
 from aarlib.studies.audit_samples import document_of
 from aarlib.training.adapter import save_adapter
 from tests.tiny import tiny_model
