@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -63,6 +64,24 @@ def test_windows_are_disjoint_alike_on_every_machine_and_positions_fit(tmp_path)
     for row in drawn:
         assert len(row["tokens"]) == 40
         assert FIRST_POSITION <= row["position"] <= 40 - 1 - 8
+
+
+def test_no_document_of_a_joined_window_and_no_text_is_on_both_sides(tmp_path):
+    """The texts of the second file are those of the first, under other ids."""
+    rows = "\n".join(json.dumps({"text": f"Page {number} ends here."}) for number in range(1000, 1160))
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text(rows)
+    domain = {"source": str(tmp_path / "*.jsonl"), "joined": True}
+    chosen = config(tmp_path, seeds=[0], development=6, locked=12, domains={"pages": domain}).audit
+    tokenizer = load_tokenizer("nano")
+    drawn = draw_windows("pages", chosen.domains["pages"], chosen, tokenizer)
+    pages = {split: set[str]() for split in ("development", "locked")}
+    for row in drawn:
+        inside = re.findall(r"Page (\d{4}) ends", tokenizer.decode(row["tokens"]))
+        assert len(inside) > 1, "a window holds several documents"
+        pages[row["split"]] |= set(inside)
+    assert len(pages["development"]) > 6 and len(pages["locked"]) > 12
+    assert not pages["development"] & pages["locked"]
 
 
 def test_text_without_enough_windows_is_refused(tmp_path):
