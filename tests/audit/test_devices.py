@@ -12,6 +12,7 @@ from aarlib.audit.gradients import credits
 from aarlib.audit.sites import documents, sites
 from aarlib.moe.anatomy import anatomy
 from aarlib.moe.record import record
+from aarlib.training.objectives import next_token_ce
 from tests.tiny import tiny_inputs, tiny_model
 
 ABOVE = "meta"
@@ -81,3 +82,12 @@ def test_gradients_and_records_on_two_devices():
             model.get_decoder()(**inputs)
     assert found[2].gradient.shape == (22, 32) and found[2].gradient.device.type == ABOVE
     assert seen.sink[2].device.type == seen.dispatch[2].weights.device.type == ABOVE
+
+
+def test_a_loss_on_two_devices():
+    model = split_model("olmoe", first_above=1)
+    inputs = tiny_inputs(model, length=12)
+    shapes_only = torch.fx.experimental._config.patch(meta_nonzero_assume_all_nonzero=True)
+    with torch.no_grad(), OneDevice(), shapes_only:
+        loss = next_token_ce(model, {**inputs, "labels": inputs["input_ids"]})
+    assert loss.ce_sum.device.type == ABOVE and loss.num_targets.tolist() == [11, 11]
