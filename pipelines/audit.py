@@ -16,7 +16,7 @@ from pipelines.unit_verb import run_verb, tracked_run
 @dataclass(frozen=True)
 class Flags:
     page: Path | None = None
-    """A Markdown page whose tables are filled; the results go to results/<its name>.json beside it."""
+    """A Markdown page whose tables are filled; results go to results/<its name>.json beside it, figures to figures/."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,11 +43,13 @@ def run(config: AuditRunConfig, flags: Flags) -> None:
     from aarlib.config import write_text_atomically
     from aarlib.report.audit_figures import write_figures
     from aarlib.runtime.audit import audit, check, metrics_of
-    from aarlib.studies.audit_page import fill, frame_of, results, tables, to_json
+    from aarlib.studies.audit_markdown import frame_of, tables
+    from aarlib.studies.audit_page import fill, results, to_json
+    from aarlib.version import made_with
 
     with tracked_run(config) as (folder, logger):
         records = audit(config, folder)
-        about = {"config": config.model_dump(mode="json", exclude={"ray", "tracking"})}
+        about = {**made_with(), "config": config.model_dump(mode="json", exclude={"ray", "tracking"})}
         predicted = predictions(records, check(config).num_experts) if config.audit.predictors else None
         found = results(records, predicted, about)
         write_text_atomically(folder / "tables.json", to_json(found))
@@ -58,6 +60,7 @@ def run(config: AuditRunConfig, flags: Flags) -> None:
     if page is not None:
         write_text_atomically(page, fill(page.read_text(encoding="utf-8"), shown))
         write_text_atomically(page.parent / "results" / f"{page.stem}.json", to_json(found))
+        write_figures(measures, frame_of(found, "by_rank"), page.parent / "figures")
     for name, table in shown.items():
         print(f"\n{name}\n{table}")
     print(f"\nrun directory: {folder} ({len(records)} records, {len(figures)} figures)")

@@ -157,22 +157,17 @@ def machine() -> dict[str, Any]:
     """When and on what, with the load from elsewhere."""
     import os
     import platform
-    from datetime import UTC, datetime
 
     import torch
-    import transformers
 
-    import aarlib
+    from aarlib.version import made_with
 
     return {
-        "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        **made_with(),
         "cpus": os.cpu_count(),
         "processor": platform.processor() or platform.machine(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "load_average": os.getloadavg(),
-        "aarlib": aarlib.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
     }
 
 

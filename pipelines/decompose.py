@@ -64,9 +64,11 @@ def study(config: LensRunConfig, records: Any, taken: Any, folder: Path) -> dict
     from aarlib.runtime.lens import facts
     from aarlib.runtime.lens_causal import study_tables
     from aarlib.studies.lens_samples import senders_of
+    from aarlib.version import made_with
 
     tables = study_tables(config, records, taken)
     results = as_results(tables, facts(config, records))
+    results["run"] |= made_with()
     write_text_atomically(folder / "tables.json", json.dumps(results, indent=1))
     source = config.lens.causal_source or next(iter(config.lens.sources))
     (folder / "figures").mkdir(exist_ok=True)

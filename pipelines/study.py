@@ -43,19 +43,20 @@ def run(config: FDAAStudyConfig, flags: Flags) -> None:
     from aarlib.runtime.run_directory import run_directory
     from aarlib.studies.fdaa import merged, metrics_of, results
     from aarlib.studies.fdaa_page import filled, paper, tables
+    from aarlib.version import made_with
 
     others = [read_json_object(run_directory(config.updated({"name": name})) / "tables.json") for name in flags.beside]
     with tracked_run(config) as (folder, logger):
         records = study(config, folder)
         found = results(records) | {"runs": [describe_training(config, name) for name in config.fdaa.runs]}
-        write_text_atomically(folder / "tables.json", json.dumps(found, indent=1))
+        write_text_atomically(folder / "tables.json", json.dumps({"about": made_with(), **found}, indent=1))
         logger.log(metrics_of(found), step=0)
     print("\n\n".join(tables(found).values()))
     if flags.page is not None:
         shown = merged([found, *others])
         page = filled(flags.page.read_text(encoding="utf-8"), {**tables(shown), "paper": paper()})
         stored = flags.page.parent / "results" / f"{flags.page.stem}.json"
-        write_text_atomically(stored, json.dumps(shown, indent=1) + "\n")
+        write_text_atomically(stored, json.dumps({"about": made_with(), **shown}, indent=1) + "\n")
         write_text_atomically(flags.page, page)
     print(f"run directory: {folder}")
 

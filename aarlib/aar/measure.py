@@ -23,7 +23,7 @@ def autocorrelation(
     Of one window r_k = sum_i x_i x_(i+k) / sum_i x_i^2 with x = w - mean(w); constant windows have none and are left out. Windows
     that are padded with zeros show their padding: `whole_windows` leaves them out. ValueError where no window is left.
     """
-    rows = (windows if mask is None else windows[mask]).flatten(0, -2).double()
+    rows = (windows if mask is None else windows[mask.to(windows.device)]).flatten(0, -2).double()
     centred = rows - rows.mean(-1, keepdim=True)
     variance = centred.square().sum(-1)
     centred, variance = centred[variance > 0], variance[variance > 0]
@@ -69,4 +69,4 @@ def picks_kept(expert_ids: Int[Tensor, "*rows K"], reference: Int[Tensor, "*rows
 
 
 def _mean(values: Tensor, mask: Tensor | None) -> float:
-    return float((values if mask is None else values[mask]).double().mean())
+    return float((values if mask is None else values[mask.to(values.device)]).double().mean())

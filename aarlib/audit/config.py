@@ -31,7 +31,7 @@ class AuditConfig(Config):
     locked: int = Field(default=128, ge=2)
     """Windows per domain and seed on which everything is reported."""
     locked_share: float = Field(default=0.66, gt=0, lt=1)
-    """Share of the documents, by a hash of their text, that are locked."""
+    """Share of the documents, by a hash of their ids, that are locked. A text that occurs again is left out."""
     isolation: Literal["exact", "batched"] = "exact"
     noise_samples: int = Field(default=2, ge=0)
     """Windows of each unit replayed both ways, for the noise floor."""

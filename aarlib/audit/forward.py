@@ -108,8 +108,10 @@ def token_ce(model: Any, hidden: Float[Tensor, "R H D"], targets: Int[Tensor, "R
     """Next-token cross-entropy in float32 from float32 logits; 0 where the target is -100."""
     flat, labels = hidden.flatten(0, 1), targets.flatten()
     output_embedding = model.get_output_embeddings()
-    parts = [
-        cross_entropy(output_embedding(rows).float(), label, ignore_index=IGNORED, reduction="none")
-        for rows, label in zip(flat.split(LOGIT_ROWS), labels.to(flat.device).split(LOGIT_ROWS), strict=True)
-    ]
+
+    def ce(rows: Tensor, label: Tensor) -> Tensor:
+        logits = output_embedding(rows).float()
+        return cross_entropy(logits, label.to(logits.device), ignore_index=IGNORED, reduction="none")
+
+    parts = [ce(*part) for part in zip(flat.split(LOGIT_ROWS), labels.split(LOGIT_ROWS), strict=True)]
     return torch.cat(parts).view(targets.shape)

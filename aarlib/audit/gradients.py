@@ -187,11 +187,11 @@ def _gradients(
     shape, columns = ce.shape, torch.arange(ce.shape[1], device=ce.device)
     leaves = [layer.leaf for layer in sums.values()]
     totals = [torch.zeros_like(leaf).view(*shape, -1) for leaf in leaves]
-    ends = [row[row > 0].unique().tolist() for row in end]
+    ends = [row[row > 0].unique().tolist() for row in horizons.end]
     rounds = max((len(row) for row in ends), default=0)
     for index in range(rounds):
         stop = torch.tensor([row[index] if index < len(row) else 0 for row in ends], device=ce.device)[:, None]
-        found = torch.autograd.grad(ce[columns < stop].sum(), leaves, retain_graph=index + 1 < rounds)
+        found = torch.autograd.grad((ce * (columns < stop)).sum(), leaves, retain_graph=index + 1 < rounds)
         served = ((end == stop) & (end > 0))[..., None]
         for total, gradient in zip(totals, found, strict=True):
             scaled = gradient.view(*shape, -1) / counts.clamp_min(1)[..., None].to(gradient.device)

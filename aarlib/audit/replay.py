@@ -178,7 +178,7 @@ def _replay(
     model: Any, parts: Anatomy, suffix: Suffix, layer: int, rows: Int[Tensor, " B"], max_tokens: int
 ) -> Float[Tensor, "B A H"]:
     """CE under every action at `rows` of the batch, in chunks of at most `max_tokens` tokens (at least one row)."""
-    weights = action_weights(suffix.native[layer].weights[rows])
+    weights = action_weights(take(suffix.native[layer].weights, rows))
     flat = weights.flatten(0, 1)
     of_row = rows.repeat_interleave(weights.shape[1])
     size = max(1, max_tokens // suffix.batch.input_ids.shape[1])
@@ -197,15 +197,20 @@ def replay_rows(
     acted = act(parts, suffix, layer, rows, weights)
     last = len(parts.layers) - 1
     if layer == last:
-        ce = suffix.ce[rows]
+        ce = take(suffix.ce, rows)
         return torch.cat([token_ce(model, acted.hidden[:, None], batch.targets[rows, :1]), ce[:, 1:]], dim=1)
-    wrote = native.wrote[rows]
+    wrote = take(native.wrote, rows)
     wrote[:, 0] = acted.wrote
     above = range(layer + 1, last + 1)
     with leave_out(parts, range(layer)), replace_output(parts, layer, wrote):
         cached = rows_of(suffix.cached, rows, above)
         hidden = continue_from(parts, batch, cached, rows, batch.targets.shape[1])
     return token_ce(model, hidden, batch.targets[rows])
+
+
+def take(values: Tensor, rows: Int[Tensor, " R"]) -> Tensor:
+    """`values[rows]`; a layer's tensors are on its own device, the rows on that of the tokens."""
+    return values[rows.to(values.device)]
 
 
 class Acted(NamedTuple):
@@ -222,12 +227,12 @@ def act(parts: Anatomy, suffix: Suffix, layer: int, rows: Int[Tensor, " R"], wei
     written: list[Tensor] = []
 
     def around_layer(inner: Callable[..., Any], _: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        written.append(inner(native.read[rows][:, None], *args, **kwargs))
+        written.append(inner(take(native.read, rows)[:, None], *args, **kwargs))
         return written[0]
 
     def around_router(inner: Callable[..., Any], hidden: Tensor) -> RouterOutput:
         stock = RouterOutput(*inner(hidden))
-        return RouterOutput(stock.router_logits, weights.to(native.weights.dtype), native.expert_ids[rows])
+        return RouterOutput(stock.router_logits, weights.to(native.weights), take(native.expert_ids, rows))
 
     assert module.router is not None
     others = [index for index in range(len(parts.layers)) if index != layer]

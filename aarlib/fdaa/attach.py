@@ -120,11 +120,14 @@ class AggregationHandle(PatchHandle):
         return wrapper
 
     def _scores(self, layer: int, hidden: Tensor, outputs: Tensor, native: RouterOutput) -> Tensor:
-        scores = self.head(hidden, outputs, native.weights, native.expert_ids, layer, masked=self.masked)
+        """On the layer's device; the head, one for all layers, stays on that of its first one."""
+        place = next((parameter.device for parameter in self.head.parameters()), hidden.device)
+        features = (part.to(place) for part in (hidden, outputs, native.weights, native.expert_ids))
+        scores = self.head(*features, layer, masked=self.masked).to(native.weights.device)
         if self.permutation is None:
             return scores
         rows = (native.weights.unflatten(0, self._shape), scores.unflatten(0, self._shape))
-        return permuted_scores(*rows, self.permutation).flatten(0, 1)
+        return permuted_scores(*rows, self.permutation.to(scores.device)).flatten(0, 1)
 
     def _around_experts(self, layer: LayerAnatomy) -> Callable[..., Any]:
         def wrapper(inner: Callable[..., Any], hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Any:

@@ -1,5 +1,6 @@
 """Every golden identity as a function that returns its measured error; tests and `pipelines.doctor` both call it."""
 
+from aarlib.identities.audit import GradientError as GradientError
 from aarlib.identities.audit import ReplayError as ReplayError
 from aarlib.identities.audit import gradients_against_autograd as gradients_against_autograd
 from aarlib.identities.audit import replay_against_full_forward as replay_against_full_forward

@@ -85,6 +85,15 @@ def _horizon_ce(logits: Tensor, site: Site) -> Tensor:
     return cross_entropy(logits[covered].double(), targets)
 
 
+class GradientError(NamedTuple):
+    largest: float
+    """Of the utilities, in the sense of `measure`."""
+    relative: float
+    """Largest difference over the largest |utility|: utilities are far below 1."""
+    bite: float
+    """Largest |utility|: the identity proves nothing where all are zero."""
+
+
 def gradients_against_autograd(
     model: Any,
     inputs: Inputs,
@@ -92,26 +101,28 @@ def gradients_against_autograd(
     horizon: int | None = None,
     family: Family | None = None,
     measure: Measure = error,
-) -> float:
-    """Gradient utilities against one forward and backward per sample, of its document alone and its own loss only."""
+) -> GradientError:
+    """Gradient utilities of all tokens against a forward and backward per sample, of its document alone and its own loss only."""
     layers = sorted({layer for _, _, layer in samples})
-    positions = sorted({(row, position) for row, position, _ in samples})
     found = gradient_utilities(
         model,
         inputs["input_ids"],
         layers,
         inputs.get("attention_mask"),
         horizon,
-        positions,
         position_ids=inputs.get("position_ids"),
         family=family,
     )
-    errors = []
+    errors, differences, sizes = list[float](), list[float](), list[float]()
     for sample in samples:
         (site,) = _sites(inputs, [sample], horizon)
         row, position, layer = sample
-        errors.append(measure(found[layer][row, position], _sample_utilities(model, site, family)))
-    return max(errors)
+        ours, expected = found[layer][row, position].cpu(), _sample_utilities(model, site, family).cpu()
+        errors.append(measure(ours, expected))
+        differences.append(float((ours - expected).abs().max()))
+        sizes.append(float(expected.abs().max()))
+    bite = max(sizes)
+    return GradientError(max(errors), max(differences) / bite if bite else float("inf"), bite)
 
 
 def _sample_utilities(model: Any, site: Site, family: Family | None) -> Tensor:

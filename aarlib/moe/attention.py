@@ -119,7 +119,7 @@ def _attention_forward(
         scale=scale,
         window=max((request.window for request in requests if request.window is not None), default=None),
         sinks=s_aux,
-        sink_index=None if with_sink is None else with_sink(num_queries, num_keys),
+        sink_index=None if with_sink is None else with_sink(num_queries, num_keys).to(query.device),
         window_grad=any(request.window_grad for request in requests),
     )
     for request in requests:

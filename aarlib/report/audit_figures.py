@@ -6,6 +6,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from aarlib.report.figures import LIGHT, styles
 
@@ -17,15 +18,19 @@ def write_figures(measures: pd.DataFrame, ranks: pd.DataFrame, folder: Path) -> 
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for horizon in dict.fromkeys(measures["horizon"]):
-        figure = Figure(figsize=(13, 3.6), layout="constrained")
-        axes = figure.subplots(1, 3)
-        of_horizon = _rows(measures, (measures["horizon"] == horizon) & (measures["seed"] == ALL))
-        by_rank(axes[0], _rows(ranks, ranks["horizon"] == horizon))
-        captured(axes[1], of_horizon)
-        by_layer(axes[2], of_horizon)
         paths.append(folder / f"audit_{horizon}.png")
-        figure.savefig(paths[-1], dpi=120)
+        figure_of(measures, ranks, horizon).savefig(paths[-1], dpi=120)
     return paths
+
+
+def figure_of(measures: pd.DataFrame, ranks: pd.DataFrame, horizon: str) -> Figure:
+    figure = Figure(figsize=(13, 3.6), layout="constrained")
+    axes = figure.subplots(1, 3)
+    of_horizon = _rows(measures, (measures["horizon"] == horizon) & (measures["seed"] == ALL))
+    by_rank(axes[0], _rows(ranks, ranks["horizon"] == horizon))
+    captured(axes[1], of_horizon)
+    by_layer(axes[2], of_horizon)
+    return figure
 
 
 def by_rank(axes: Axes, ranks: pd.DataFrame) -> None:
@@ -37,6 +42,7 @@ def by_rank(axes: Axes, ranks: pd.DataFrame) -> None:
     axes.set(
         xlabel="router rank of the slot", ylabel="utility of committing to it (nats)", title="Utility by router rank"
     )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(fontsize=7)
 
 
@@ -66,6 +72,7 @@ def by_layer(axes: Axes, measures: pd.DataFrame) -> None:
         _errorbars(axes, rows["layer"].astype(int).tolist(), rows, domain, list(dict.fromkeys(part["domain"])))
     axes.axhline(0, color=LIGHT.muted, linewidth=0.8)
     axes.set(xlabel="layer", ylabel="delta CE of the structured oracle (nats)", title="Headroom by layer")
+    axes.set_xticks(sorted(set(part["layer"].astype(int))))
     axes.legend(fontsize=7)
 
 

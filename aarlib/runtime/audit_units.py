@@ -38,7 +38,7 @@ def draw_windows(domain: str, source: DomainConfig, config: AuditConfig, tokeniz
     rows: dict[str, list[Any]] = {split: [] for split in SPLITS}
     separator, waiting = separator_id(tokenizer), {split: list[TextDocument]() for split in SPLITS}
     enough = {split: SPARE * len(config.seeds) * count for split, count in wanted.items()}
-    for batch in _batches(domain_documents(source.source, f"audit.domains.{domain}"), 200):
+    for batch in _batches(_different(domain_documents(source.source, f"audit.domains.{domain}")), 200):
         for document in batch:
             split = split_of(document.doc_id, 1 - config.locked_share, config.locked_share)
             waiting["locked" if split == "test" else "development"].append(document)
@@ -76,6 +76,16 @@ def _position(row_id: str, seed: int, config: AuditConfig) -> int:
     """Uniform where the longest numbered horizon fits and t >= 8."""
     choices = config.window - config.longest_horizon - FIRST_POSITION
     return FIRST_POSITION + row_hash(row_id, f"position/{seed}") % choices
+
+
+def _different(found: Iterator[TextDocument]) -> Iterator[TextDocument]:
+    """A text that occurs again is left out: its two documents could be on different sides."""
+    seen: set[int] = set()
+    for document in found:
+        text = row_hash(document.text, "text")
+        if text not in seen:
+            seen.add(text)
+            yield document
 
 
 def _batches(found: Iterator[TextDocument], size: int) -> Iterator[list[TextDocument]]:

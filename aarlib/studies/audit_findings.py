@@ -40,7 +40,7 @@ class Verdicts(NamedTuple):
 
 
 def verdicts(measures: pd.DataFrame, top_k: int) -> Verdicts:
-    """Claim, paper, rule, then for each domain `holds`, `fails` or `open` with the value; of pooled rows of one horizon."""
+    """Claim, paper, rule, then for each domain `holds`, `fails` or `open` with the interval; of pooled rows of one horizon."""
     domains = distinct(measures, "domain")
     rows = []
     for finding in FINDINGS:
@@ -65,4 +65,4 @@ def _verdict(finding: Finding, row: Any, top_k: int) -> str:
     under, over = row["high"] < bound, row["low"] > bound
     holds, fails = (under, over) if finding.below else (over, under)
     word = "holds" if holds else "fails" if fails else "open"
-    return f"{word} ({row['value']:.4f})"
+    return f"{word} ({row['value']:.4f} [{row['low']:.4f}, {row['high']:.4f}])"

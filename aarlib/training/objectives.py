@@ -40,8 +40,8 @@ def next_token_ce(model: nn.Module, batch: Mapping[str, Tensor], num_chunks: int
     labels_BS = batch["labels"][:, 1:]
     is_target_BS = labels_BS != IGNORED
     hidden_BSD = _last_hidden(model, batch)[:, :-1]
-    ce_N = _chunked_ce(model, hidden_BSD[is_target_BS], labels_BS[is_target_BS], num_chunks)
-    ce_BS = torch.zeros(is_target_BS.shape, device=ce_N.device).masked_scatter(is_target_BS, ce_N)
+    ce_N = _chunked_ce(model, hidden_BSD[is_target_BS.to(hidden_BSD.device)], labels_BS[is_target_BS], num_chunks)
+    ce_BS = torch.zeros(is_target_BS.shape, device=ce_N.device).masked_scatter(is_target_BS.to(ce_N.device), ce_N)
     return RowCE(ce_BS.sum(dim=1), is_target_BS.sum(dim=1))
 
 
@@ -60,7 +60,8 @@ def _chunked_ce(
     output_embedding = model.get_output_embeddings()
 
     def ce(hidden: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(output_embedding(hidden).float(), labels, reduction="none")
+        logits = output_embedding(hidden).float()
+        return F.cross_entropy(logits, labels.to(logits.device), reduction="none")
 
     recompute = torch.is_grad_enabled() and hidden_ND.requires_grad
     parts = zip(hidden_ND.tensor_split(num_chunks), labels_N.tensor_split(num_chunks), strict=True)

@@ -5,6 +5,8 @@ import torch
 from aarlib import identities
 from aarlib.audit import oracle
 from aarlib.audit.actions import action_names, action_weights
+from aarlib.audit.replay import MAX_TOKENS, site_batches
+from aarlib.audit.sites import documents, sites
 from aarlib.moe.anatomy import anatomy
 from aarlib.moe.patching import Rank, wrap_forward
 from tests.tiny import FAMILIES, tiny_inputs, tiny_model
@@ -15,6 +17,14 @@ LENGTH = 16
 
 def every_layer(model, places):
     return [(*place, layer) for place in places for layer in anatomy(model).moe_layers]
+
+
+def every_other_layer(model, places):
+    return [(*place, layer) for place in places for layer in anatomy(model).moe_layers[::2]]
+
+
+def in_documents(inputs, samples):
+    return sites(inputs["input_ids"], documents(**inputs), samples, horizon=None)
 
 
 @families
@@ -34,6 +44,33 @@ def test_replay_in_a_left_padded_batch_with_aar_attached(family):
     inputs = tiny_inputs(model, length=LENGTH, padding="left")
     samples = every_layer(model, [(0, 3), (1, 12)])
     found = identities.replay_against_full_forward(model, inputs, samples, horizon=3, isolation="batched")
+    assert found.bite > 1e-2
+    assert found.largest < 3e-6
+
+
+@families
+@pytest.mark.parametrize(
+    ("horizon", "isolation", "places"),
+    [(None, "batched", [(0, 10), (1, 11)]), (3, "exact", [(1, 9)]), (None, "exact", [(1, 9)])],
+)
+def test_with_aar_attached_and_the_other_horizons_and_isolations(family, horizon, isolation, places):
+    model = tiny_model(family)
+    identities.default_attach(model)
+    inputs = tiny_inputs(model, length=LENGTH, padding="left")
+    samples = every_other_layer(model, places)
+    found = identities.replay_against_full_forward(model, inputs, samples, horizon, isolation)
+    assert found.bite > 1e-2
+    assert found.largest < 3e-6
+
+
+@families
+def test_rows_of_unequal_suffixes_share_a_batch(family):
+    model = tiny_model(family)
+    inputs = tiny_inputs(model, length=LENGTH, padding="right")
+    samples = every_other_layer(model, [(0, 8), (1, 8)])
+    batches = list(site_batches(in_documents(inputs, samples), anatomy(model).top_k, MAX_TOKENS))
+    assert [[site.num_targets for site in batch] for batch in batches] == [[2, 7]]
+    found = identities.replay_against_full_forward(model, inputs, samples, isolation="batched")
     assert found.bite > 1e-2
     assert found.largest < 3e-6
 

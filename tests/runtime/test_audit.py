@@ -1,9 +1,11 @@
 import json
 import os
+import re
 import signal
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -19,7 +21,8 @@ from aarlib.runtime.audit import RECORD_COLUMNS, Auditor, audit, check
 from aarlib.runtime.audit_config import AuditRunConfig
 from aarlib.runtime.audit_units import draw_units, draw_windows
 from aarlib.runtime.documents import domain_documents
-from aarlib.studies.audit_page import results, tables, to_json
+from aarlib.studies.audit_markdown import tables
+from aarlib.studies.audit_page import results, to_json
 from aarlib.studies.audit_samples import document_of
 from aarlib.training.adapter import save_adapter
 from tests.tiny import tiny_model
@@ -62,6 +65,24 @@ def test_windows_are_disjoint_alike_on_every_machine_and_positions_fit(tmp_path)
     for row in drawn:
         assert len(row["tokens"]) == 40
         assert FIRST_POSITION <= row["position"] <= 40 - 1 - 8
+
+
+def test_no_document_of_a_joined_window_and_no_text_is_on_both_sides(tmp_path):
+    """The texts of the second file are those of the first, under other ids."""
+    rows = "\n".join(json.dumps({"text": f"Page {number} ends here."}) for number in range(1000, 1160))
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text(rows)
+    domain = {"source": str(tmp_path / "*.jsonl"), "joined": True}
+    chosen = config(tmp_path, seeds=[0], development=6, locked=12, domains={"pages": domain}).audit
+    tokenizer = load_tokenizer("nano")
+    drawn = draw_windows("pages", chosen.domains["pages"], chosen, tokenizer)
+    pages = {split: set[str]() for split in ("development", "locked")}
+    for row in drawn:
+        inside = re.findall(r"Page (\d{4}) ends", tokenizer.decode(row["tokens"]))
+        assert len(inside) > 1, "a window holds several documents"
+        pages[row["split"]] |= set(inside)
+    assert len(pages["development"]) > 6 and len(pages["locked"]) > 12
+    assert not pages["development"] & pages["locked"]
 
 
 def test_text_without_enough_windows_is_refused(tmp_path):
@@ -116,32 +137,55 @@ def test_bad_configs_are_refused(tmp_path):
 @pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.slow
-def test_one_actor_or_four_and_a_killed_one_give_the_same_rows(tmp_path, local_ray):
-    one = audit(config(tmp_path).updated({"ray.num_actors": 1}), tmp_path / "one")
-    chosen = config(tmp_path).updated({"ray.num_actors": 4})
-    killer = threading.Thread(target=_kill_first_actor, args=(tmp_path / "four" / "units" / "parts",))
-    killer.start()
-    four = audit(chosen, tmp_path / "four")
-    killer.join()
-    pd.testing.assert_frame_equal(one, four)
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "four" / "units" / "parts").iterdir()}
-    pd.testing.assert_frame_equal(audit(chosen, tmp_path / "four"), four)
-    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "four" / "units" / "parts").iterdir()}
+def test_one_actor_or_four_and_a_killed_one_give_the_same_rows(tmp_path, local_ray, caplog):
+    chosen = config(tmp_path, windows_per_unit=1, development=3, locked=5)
+    one = audit(chosen.updated({"ray.num_actors": 1}), tmp_path / "one")
+    parts = tmp_path / "four" / "units" / "parts"
+    with ThreadPoolExecutor(1) as pool, caplog.at_level("INFO", logger="aarlib"):
+        killer = pool.submit(_kill_busy_actor, parts)
+        four = audit(chosen.updated({"ray.num_actors": 4}), tmp_path / "four")
+        killed = killer.result()
+    assert not psutil.pid_exists(killed.pid)
+    (death,) = [message for message in caplog.messages if "actor died during" in message]
+    assert "'almanac-seed" in death, "it was busy with a unit"
+    pd.testing.assert_frame_equal(one, four, check_exact=True)
+    before = _stored(parts)
+    assert len(before) == 16 and 1 <= len(killed.stored) < 16 and killed.stored.items() <= before.items()
+    again = audit(chosen.updated({"ray.num_actors": 4}), tmp_path / "four")
+    pd.testing.assert_frame_equal(again, four, check_exact=True)
+    assert _stored(parts) == before
     assert (tmp_path / "four" / "records.parquet").is_file()
     found = json.loads(to_json(results(four, None, {})))
     assert {"headroom_full", "router_8", "gradient_full", "layers_full", "seeds", "noise"} <= set(tables(found))
 
 
-def _kill_first_actor(parts: Path) -> None:
-    """SIGKILL one of this session's auditing actors once a part is stored."""
+class Killed(NamedTuple):
+    pid: int
+    stored: dict[Path, int]
+    """Parts, with their times, that were stored before."""
+
+
+def _kill_busy_actor(parts: Path) -> Killed:
+    """SIGKILL one of this session's auditing actors that is at work on a unit, once a part is stored."""
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
-        actors = [p for p in psutil.process_iter(["cmdline"]) if "ray::_Actor" in " ".join(p.info["cmdline"] or [])]
-        mine = [actor for actor in actors if os.getpid() in _ancestors(actor)]
-        if mine and parts.is_dir() and any(parts.glob("*.parquet")):
-            os.kill(mine[0].pid, signal.SIGKILL)
-            return
-        time.sleep(0.05)
+        stored = _stored(parts)
+        for actor in _busy_actors() if stored else []:
+            os.kill(actor.pid, signal.SIGKILL)
+            psutil.wait_procs([actor], timeout=30)
+            return Killed(actor.pid, stored)
+        time.sleep(0.02)
+    raise TimeoutError("no actor was at work on a unit after a part was stored")
+
+
+def _busy_actors() -> list[psutil.Process]:
+    """Ray names a process after the method that it runs."""
+    running = [p for p in psutil.process_iter(["cmdline"]) if "ray::_Actor.run" in " ".join(p.info["cmdline"] or [])]
+    return [actor for actor in running if os.getpid() in _ancestors(actor)]
+
+
+def _stored(parts: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in parts.glob("[!.]*.parquet")}
 
 
 def _ancestors(process: psutil.Process) -> set[int]:

@@ -1,6 +1,7 @@
 """run_units on a real local Ray: restarts, dead actors, failing units, and the same rows for any number of actors."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -55,11 +56,17 @@ def started(log: Path) -> list[str]:
     return log.read_text().splitlines() if log.exists() else []
 
 
-def test_one_actor_gives_the_rows_of_three(local_ray, tmp_path):
+def test_one_actor_gives_the_rows_of_three_and_says_how_far_it_is(local_ray, tmp_path, caplog):
     settings = {"log": str(tmp_path / "log")}
-    one = run_units(numbered(7), Squares, tmp_path / "one", settings=settings, num_actors=1)
-    three = run_units(numbered(7), Squares, tmp_path / "three", settings=settings, num_actors=3)
-    pd.testing.assert_frame_equal(one, three)
+    with caplog.at_level("INFO", logger="aarlib"):
+        one = run_units(numbered(7, sleep=0.1), Squares, tmp_path / "one", settings=settings, label="squares")
+    lines = [message for message in caplog.messages if message.startswith("squares: ")]
+    assert lines[0] == "squares: 0 of 7 already finished"
+    found = [re.fullmatch(r"squares: (\d)/7, \d+ s, about (\d+) s left \(unit (\d)/x\)", line) for line in lines[1:]]
+    assert [(match[1], match[3]) for match in found if match] == [(str(n + 1), str(n)) for n in range(7)]
+    assert found[-1] and found[-1][2] == "0"
+    three = run_units(numbered(7, sleep=0.1), Squares, tmp_path / "three", settings=settings, num_actors=3)
+    pd.testing.assert_frame_equal(one, three, check_exact=True)
     assert list(one["unit"].unique()) == [unit["id"] for unit in numbered(7)]
     assert len(one) == sum(range(1, 8))
 
