@@ -290,8 +290,12 @@ def variance_against_aarv(levels: dict[str, Senders]) -> pd.DataFrame:
 
 
 def before_and_after(before: pd.DataFrame, after: pd.DataFrame, source: str) -> pd.DataFrame:
-    """Each sender's share of a receiver's summed variance, before and after training, on the same documents."""
+    """Each sender's share of a receiver's summed variance, before and after training.
+
+    Raises ValueError where the two runs have other receivers, documents or tokens.
+    """
     sides = [senders_of(records, source, "layer") for records in (before, after)]
+    _check_same_texts(sides[0], sides[1], source)
     names = list(dict.fromkeys(name for side in sides for name in side.senders))
     rows = []
     for column, receiver in enumerate(sides[0].receivers):
@@ -305,6 +309,22 @@ def before_and_after(before: pd.DataFrame, after: pd.DataFrame, source: str) -> 
             row["before"], row["after"] = table.total[0] / table.total[1], table.total[2] / table.total[3]
             rows.append(row)
     return pd.DataFrame(rows)
+
+
+def _check_same_texts(before: Senders, after: Senders, source: str) -> None:
+    remedy = "decompose the same texts with the same receivers before and after"
+    if before.receivers != after.receivers:
+        raise ValueError(f"before: its receivers are {before.receivers}, now {after.receivers}; {remedy}")
+    if others := set(before.samples) ^ set(after.samples):
+        raise ValueError(
+            f"before: source {source!r} has {len(before.samples)} documents, now {len(after.samples)}, and "
+            f"{len(others)} are not in both, such as {min(others)!r}; {remedy}"
+        )
+    if (changed := before.tokens != after.tokens).any():
+        raise ValueError(
+            f"before: document {before.samples[int(changed.argmax())]!r} of source {source!r} has another number of "
+            f"tokens now; {remedy}"
+        )
 
 
 def _share_columns(side: Senders, name: str, column: int) -> Array:

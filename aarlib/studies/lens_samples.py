@@ -29,6 +29,8 @@ class Senders(NamedTuple):
     """[N]."""
     reached: NDArray[np.bool_]
     """[C, R]."""
+    samples: tuple[str, ...]
+    """[N]: document, or unit."""
 
     def mean(self, measure: str = "variance", without_first: bool = False) -> Array:
         """[C, R]; NaN where not reached."""
@@ -72,7 +74,7 @@ def senders_of(records: pd.DataFrame, source: str, level: str) -> Senders:
     pieces = rows.assign(sample=n).drop_duplicates(["sample", "document"] if by_piece else "sample")
     counts = [np.bincount(pieces["sample"], pieces[name], shape[0]) for name in ("tokens", "first_tokens")]
     tokens, first = (count.astype(np.float64) for count in counts)
-    return Senders(tuple(names), tuple(receivers), sums, tokens, first, reached)
+    return Senders(tuple(names), tuple(receivers), sums, tokens, first, reached, tuple(labels.tolist()))
 
 
 class Resampled(NamedTuple):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from scipy.stats import spearmanr
 
 from aarlib.lens import ioi
 from aarlib.lens.projection import Projection
@@ -86,6 +87,17 @@ def test_maps_of_one_head(nano, prompts):
     assert (maps.variance >= 0).all() and maps.variance.max() > 0
     correlation = ioi.map_correlation(maps, prompts.attention_mask)
     assert correlation.shape == (24,) and (correlation.abs() <= 1).all() and correlation.mean() > 0
+
+
+def test_equal_values_share_their_rank():
+    attention = torch.tensor([[0.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.0, 0.0, 1.0, 0], [0.25, 0.25, 0.25, 0.25]])
+    variance = torch.tensor([[9.0, 0, 0, 0], [3.0, 1.0, 0, 0], [2.0, 2.0, 4.0, 0], [1.0, 1.0, 2.0, 3.0]])
+    maps = ioi.HeadMap(attention[None].repeat(2, 1, 1), variance[None].repeat(2, 1, 1))
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+    for found, length in zip(ioi.map_correlation(maps, mask).tolist(), (4, 3), strict=True):
+        rows, columns = torch.tril_indices(length, length)[:, 1:]
+        expected = spearmanr(attention[rows, columns], variance[rows, columns]).statistic
+        assert 0.1 < found < 0.9 and found == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_tokenizer_without_the_names_is_refused():

@@ -174,6 +174,25 @@ def test_before_and_after_are_shares_of_the_same_documents(records):
     assert value(table, receiver=0, sender="attn.0") < 0
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda after: after[after["receiver"] != 1], r"before: its receivers are \(0, 1, 2\), now \(0, 2\)"),
+        (
+            lambda after: after.assign(text=after["text"].replace("doc:1", "doc:9")),
+            "2 are not in both, such as 'doc:1'",
+        ),
+        (
+            lambda after: after.assign(tokens=after["tokens"] + 3 * (after["document"] == 1)),
+            "before: document 'doc:1' of source 'text' has another number of tokens now",
+        ),
+    ],
+)
+def test_other_texts_before_and_after_are_refused(records, change, message):
+    with pytest.raises(ValueError, match=message):
+        lens.before_and_after(records, change(records.copy()), "text")
+
+
 def test_intervals_hold_the_mean_and_are_the_same_every_time():
     values = np.random.default_rng(0).normal(size=50)
     first, second = mean_interval(values), mean_interval(values)
