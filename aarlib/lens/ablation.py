@@ -140,6 +140,11 @@ def effect(stock: Outcome, changed: Outcome, mask: Tensor) -> Effect:
     return Effect((changed.ce_sums - stock.ce_sums) / stock.num_targets, picks, moved)
 
 
+def pair_removals(first: Expert, second: Expert) -> dict[str, list[Expert]]:
+    """What is taken away, by name."""
+    return {"first": [first], "second": [second], "both": [first, second]}
+
+
 def coexistence(
     model: Any,
     input_ids: Int[Tensor, "B S"],
@@ -149,12 +154,11 @@ def coexistence(
     how: How = "route_around",
     family: Family | None = None,
 ) -> dict[str, Effect]:
-    """Without the first, without the second, without both; keys `without_first`, `without_second`, `without_both`."""
+    """Effects of taking the first away, the second, both; by the names of `pair_removals`."""
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     stock = outcome(model, input_ids, attention_mask, family)
-    removals = {"without_first": [first], "without_second": [second], "without_both": [first, second]}
     effects: dict[str, Effect] = {}
-    for name, experts in removals.items():
+    for name, experts in pair_removals(first, second).items():
         with without_experts(model, experts, how, family):
             effects[name] = effect(stock, outcome(model, input_ids, attention_mask, family), mask.bool())
     return effects

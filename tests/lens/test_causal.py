@@ -93,13 +93,23 @@ def test_zeroing_an_expert_equals_a_model_whose_expert_is_zero():
     torch.testing.assert_close(found.logits[2], expected.logits[2], atol=1e-5, rtol=1e-5)
 
 
-def test_coexistence_has_both_either_and_neither():
+@pytest.mark.parametrize("how", ["zero", "route_around"])
+def test_coexistence_is_the_removal_of_each_and_of_both(how):
     model = tiny_model("olmoe")
     inputs = tiny_inputs(model, padding="right")
-    found = coexistence(model, inputs["input_ids"], inputs["attention_mask"], Expert(0, 1), Expert(1, 2))
-    assert list(found) == ["without_first", "without_second", "without_both"]
-    assert not found["without_second"].picks_changed[0].any()
-    assert found["without_both"].picks_changed[2].mean() > 0
+    first, second = Expert(0, 1), Expert(1, 2)
+    found = coexistence(model, inputs["input_ids"], inputs["attention_mask"], first, second, how)
+    stock, mask = outcome(model, **inputs), inputs["attention_mask"].bool()
+    for name, experts in {"first": [first], "second": [second], "both": [first, second]}.items():
+        with without_experts(model, experts, how):
+            expected = effect(stock, outcome(model, **inputs), mask)
+        assert torch.equal(found[name].ce_delta, expected.ce_delta)
+        for layer in (0, 1, 2):
+            assert torch.equal(found[name].picks_changed[layer], expected.picks_changed[layer])
+            assert torch.equal(found[name].logits_moved[layer], expected.logits_moved[layer])
+    deltas = torch.stack([found[name].ce_delta for name in ("first", "second", "both")])
+    assert (deltas[:, None] - deltas[None])[~torch.eye(3, dtype=torch.bool)].abs().min() > 1e-5
+    assert not found["second"].picks_changed[0].any() and found["first"].logits_moved[1].min() > 1e-3
 
 
 def test_wrong_experts_and_layers_are_refused():

@@ -102,6 +102,14 @@ def test_variance_and_aarv_agree_where_they_rise_together(layers):
     assert opposed.mean == pytest.approx(-1.0)
 
 
+def test_the_pooled_rank_correlation_draws_senders(layers):
+    row = lens.variance_against_aarv({"layer": layers}).set_index("receiver").loc["pooled"]
+    assert (row["senders"], row["cells"]) == (6, 12)
+    cell = layers.reached
+    means = layers.mean("variance")[cell], layers.mean("aarv")[cell]
+    assert row["low"] == lens.rank_correlation(*means, np.nonzero(cell)[0]).low != lens.rank_correlation(*means).low
+
+
 def test_top_senders_and_their_share():
     rows = [
         record(
@@ -116,6 +124,8 @@ def test_top_senders_and_their_share():
     assert table.iloc[0]["share"] == pytest.approx(4 / 7)
     assert table.iloc[0]["selection rate"] == pytest.approx(0.5)
     assert table.iloc[0]["conditional mean"] == pytest.approx(0.8)
+    assert table["without the first"].tolist() == pytest.approx([2 * (4.0 - 0.4) / 18, 2 * 0.9 / 18])
+    assert table["place there"].tolist() == [1, 2]
     assert lens.concentration({"expert": experts}).iloc[0]["value"] == pytest.approx(4 / 7)
     overlap = lens.super_experts(experts, count=2)
     assert overlap["value"].tolist()[0] == 1 and overlap["by chance"].tolist() == [pytest.approx(1.0), 0.0]
