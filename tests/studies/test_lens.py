@@ -210,6 +210,39 @@ def test_intervals_hold_the_mean_and_are_the_same_every_time():
     assert resampled(values[:, None]).draws.shape == (10_000, 1)
 
 
+def head_record(document, layer, head, direct, last, everywhere=1.0):
+    name = f"attn.{layer}.head.{head}"
+    found = {"document": document, "name": name, "direct": direct, "influence": last, "influence_all": everywhere}
+    return {"record": "ioi_heads", **found}
+
+
+def test_functional_heads_are_chosen_on_even_prompts_and_measured_on_odd_ones():
+    """Heads 0.0, 1.0 and 2.0 write most on even prompts, 2.1 on odd ones; variances of even prompts would mislead."""
+    rows = []
+    for document in range(6):
+        even = document % 2 == 0
+        for layer, direct in ((0, 3.0), (1, -2.0), (2, 1.0)):
+            rows.append(head_record(document, layer, 0, direct if even else 0.0, 100.0 if even else 4.0 + layer))
+            rows.append(head_record(document, layer, 1, 9.0 if not even and layer == 2 else 0.1, 50.0 if even else 1.0))
+        rows.append(head_record(document, 3, 0, 0.0, 200.0 if even else 7.0))
+        rows.append({"record": "ioi_maps", "document": document, "name": "attn.0.head.0", "value": 0.5 + 0.1 * even})
+        rows.append({"record": "logit_difference", "document": document, "value": 2.0 if document else -4.0})
+    tables = lens_causal.causal_tables(pd.DataFrame(rows))
+    order = tables["ioi_heads"]["head"].tolist()
+    assert order[:3] == ["attn.0.head.0", "attn.1.head.0", "attn.2.head.0"]
+    assert value(tables["ioi_heads"], head="attn.2.head.1") == pytest.approx((9.0 + 0.1) / 2)
+    found = {row["measure"]: row["value"] for row in tables["ioi"].to_dict("records")}
+    assert found["variance of the functional heads, at the last token"] == pytest.approx((4 + 5 + 6) / 3)
+    assert found["variance of the other heads, at the last token"] == pytest.approx((1 + 1 + 1 + 7) / 4)
+    assert found["difference, at the last token"] == pytest.approx(5 - 2.5)
+    assert found["difference within the layer, at the last token"] == pytest.approx(4.0), "layer 3 is no neighbour"
+    assert found["difference, over all tokens"] == 0
+    assert found["prompts with the answer above the repeated name"] == pytest.approx(5 / 6)
+    assert found["logit difference"] == pytest.approx(1.0)
+    assert found["of it, written directly by all heads together"] == pytest.approx((2.3 + 9.2) / 2)
+    assert found["map correlation, functional heads"] == pytest.approx(0.55)
+
+
 def test_removal_tables_keep_the_groups_apart():
     rows = []
     for document in range(6):
