@@ -210,9 +210,9 @@ def test_intervals_hold_the_mean_and_are_the_same_every_time():
     assert resampled(values[:, None]).draws.shape == (10_000, 1)
 
 
-def head_record(document, layer, head, direct, last, everywhere=1.0):
+def head_record(document, layer, head, direct, last):
     name = f"attn.{layer}.head.{head}"
-    found = {"document": document, "name": name, "direct": direct, "influence": last, "influence_all": everywhere}
+    found = {"document": document, "name": name, "direct": direct, "influence": last, "influence_all": 1.0 + layer}
     return {"record": "ioi_heads", **found}
 
 
@@ -236,7 +236,8 @@ def test_functional_heads_are_chosen_on_even_prompts_and_measured_on_odd_ones():
     assert found["variance of the other heads, at the last token"] == pytest.approx((1 + 1 + 1 + 7) / 4)
     assert found["difference, at the last token"] == pytest.approx(5 - 2.5)
     assert found["difference within the layer, at the last token"] == pytest.approx(4.0), "layer 3 is no neighbour"
-    assert found["difference, over all tokens"] == 0
+    assert found["difference, over all tokens"] == pytest.approx(2.0 - 2.5)
+    assert found["difference within the layer, over all tokens"] == 0
     assert found["prompts with the answer above the repeated name"] == pytest.approx(5 / 6)
     assert found["logit difference"] == pytest.approx(1.0)
     assert found["of it, written directly by all heads together"] == pytest.approx((2.3 + 9.2) / 2)
