@@ -1,7 +1,7 @@
 """Decompose router logits over a corpus: which component made the router decide, and what happens without it.
 
-Two rounds of units, spread over ray.num_actors; run again, they repeat nothing. Writes influence.parquet, causal.parquet, the
-study's tables and figures into the run directory and logs to MLflow.
+Two rounds of units, spread over ray.num_actors; run again, they repeat nothing. Writes influence.parquet, causal.parquet,
+matrices.parquet (sender x receiver, with intervals), the study's tables and figures into the run directory and logs to MLflow.
 """
 
 import json
@@ -43,20 +43,24 @@ def describe(config: LensRunConfig) -> str:
 def run(config: LensRunConfig, flags: Flags) -> None:
     from aarlib.runtime.lens import influence, write_parquet
     from aarlib.runtime.lens_causal import causal
+    from aarlib.runtime.lens_pieces import influence_units
+    from aarlib.studies.lens_matrices import matrices
 
     with tracked_run(config) as (folder, logger):
-        records = influence(config, folder)
-        taken = causal(config, records, folder)
+        units = influence_units(config)
+        records = influence(config, units, folder)
+        taken = causal(config, units, records, folder)
         write_parquet(records, folder / "influence.parquet")
         write_parquet(taken, folder / "causal.parquet")
-        results = study(config, records, taken, folder)
+        write_parquet(matrices(records), folder / "matrices.parquet")
+        results = study(config, units, records, taken, folder)
         logger.log(metrics(results), step=0)
     print(f"{len(records)} + {len(taken)} records, closure error {results['run']['closure error']:.1e}: {folder}")
     if flags.page is not None:
         put_on_page(config.name, results, flags.page)
 
 
-def study(config: LensRunConfig, records: Any, taken: Any, folder: Path) -> dict[str, Any]:
+def study(config: LensRunConfig, units: Any, records: Any, taken: Any, folder: Path) -> dict[str, Any]:
     """Tables and figures of the run directory; made again by every call."""
     from aarlib.report.figures import as_svg
     from aarlib.report.lens_figures import TITLES, figures
@@ -66,7 +70,7 @@ def study(config: LensRunConfig, records: Any, taken: Any, folder: Path) -> dict
     from aarlib.studies.lens_samples import senders_of
     from aarlib.version import made_with
 
-    tables = study_tables(config, records, taken)
+    tables = study_tables(config, units, records, taken)
     results = as_results(tables, facts(config, records))
     results["run"] |= made_with()
     write_text_atomically(folder / "tables.json", json.dumps(results, indent=1))

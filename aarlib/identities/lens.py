@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from aarlib.identities.routing import Measure, error
-from aarlib.lens.decomposition import decompose
+from aarlib.lens.decomposition import Decomposition, decompose
 from aarlib.lens.names import parse
 from aarlib.moe.families import Family
 
@@ -31,10 +31,21 @@ def parts_against_whole(
     receivers: Sequence[int] | None = None,
     measure: Measure = error,
 ) -> float:
-    """Scores of the finer components against those of their parent, at the last receiver; the largest over parents."""
+    """Scores of the finer components against those of their parent; the largest over parents and receivers."""
     options: dict[str, Any] = dict(inputs)
-    found = decompose(model, **options, receivers=receivers, by=by, family=family)
-    receiver = found.receivers[-1]
+    return parts_error(decompose(model, **options, receivers=receivers, by=by, family=family), measure)
+
+
+def parts_error(found: Decomposition, measure: Measure = error) -> float:
+    return max(
+        measure(total, found.scores(receiver, parent))
+        for receiver in found.receivers
+        for parent, total in sums_of_parts(found, receiver).items()
+    )
+
+
+def sums_of_parts(found: Decomposition, receiver: int) -> dict[str, Tensor]:
+    """By parent: the sum of its finer components' scores; parents that the level leaves whole are not in it."""
     sums: dict[str, Tensor] = {}
     for name in found.components(receiver):
         component = parse(name)
@@ -42,4 +53,4 @@ def parts_against_whole(
         if component.parent != name:
             scores = found.scores(receiver, name)
             sums[component.parent] = sums[component.parent] + scores if component.parent in sums else scores
-    return max(measure(total, found.scores(receiver, parent)) for parent, total in sums.items())
+    return sums

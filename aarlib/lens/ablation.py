@@ -107,13 +107,14 @@ def outcome(
     """In float32; every next token that is not padding is a target."""
     check_inputs(anatomy(model, family), input_ids, attention_mask)
     with torch.no_grad(), in_float32(model), record(model, router_logits=True, dispatch=True, family=family) as kept:
-        logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+        logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits.to(input_ids.device)
     mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     is_target = mask[:, 1:] & mask[:, :-1]
     losses = cross_entropy(logits[:, :-1].float().transpose(1, 2), input_ids[:, 1:], reduction="none")
     sums = (losses * is_target).double().sum(1).float()
-    ids = {layer: dispatch.expert_ids for layer, dispatch in kept.dispatch.items()}
-    return Outcome(sums, is_target.sum(1), dict(kept.router_logits), ids)
+    ids = {layer: dispatch.expert_ids.to(mask.device) for layer, dispatch in kept.dispatch.items()}
+    router_logits = {layer: values.to(mask.device) for layer, values in kept.router_logits.items()}
+    return Outcome(sums, is_target.sum(1), router_logits, ids)
 
 
 class Effect(NamedTuple):
@@ -139,6 +140,11 @@ def effect(stock: Outcome, changed: Outcome, mask: Tensor) -> Effect:
     return Effect((changed.ce_sums - stock.ce_sums) / stock.num_targets, picks, moved)
 
 
+def pair_removals(first: Expert, second: Expert) -> dict[str, list[Expert]]:
+    """What is taken away, by name."""
+    return {"first": [first], "second": [second], "both": [first, second]}
+
+
 def coexistence(
     model: Any,
     input_ids: Int[Tensor, "B S"],
@@ -148,12 +154,11 @@ def coexistence(
     how: How = "route_around",
     family: Family | None = None,
 ) -> dict[str, Effect]:
-    """Without the first, without the second, without both; keys `without_first`, `without_second`, `without_both`."""
+    """Effects of taking the first away, the second, both; by the names of `pair_removals`."""
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     stock = outcome(model, input_ids, attention_mask, family)
-    removals = {"without_first": [first], "without_second": [second], "without_both": [first, second]}
     effects: dict[str, Effect] = {}
-    for name, experts in removals.items():
+    for name, experts in pair_removals(first, second).items():
         with without_experts(model, experts, how, family):
             effects[name] = effect(stock, outcome(model, input_ids, attention_mask, family), mask.bool())
     return effects

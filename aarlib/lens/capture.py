@@ -218,13 +218,18 @@ def _tap_edges(parts: Anatomy, attention: nn.Module, taps: _Taps) -> Iterator[Ca
         gate = None
         if projected:
             heads = projected.pop().unflatten(-1, (inputs.query.shape[1], -1))
-            gate = torch.sigmoid(heads.chunk(2, dim=-1)[1].float())
-        taps.kept["edges"] = Edges(inputs, gate)
+            gate = torch.sigmoid(heads.chunk(2, dim=-1)[1].float()).to(taps.rows.device)
+        taps.kept["edges"] = Edges(_moved(inputs, taps.rows.device), gate)
 
     if parts.family.output_gate is not None:
         yield wrap_forward(getattr(attention, parts.family.output_gate), around_gate, Rank.RECORD)
     request = CaptureRequest(None, window_grad=False, sink_index=None, deliver=lambda *_: None, observe=observe)
     yield capture_attention(attention, request)
+
+
+def _moved(inputs: AttentionInputs, device: torch.device) -> AttentionInputs:
+    moved = {name: value.to(device) for name, value in inputs._asdict().items() if isinstance(value, Tensor)}
+    return inputs._replace(**moved)
 
 
 def _layer_capture(taps: _Taps) -> LayerCapture:

@@ -113,7 +113,7 @@ class Decomposition:
         sender = sender_scale(self.reading, vector.depth)
         if sender is not None:
             norm = sender_norm(self.parts.layers[vector.depth // 2], vector.depth % 2 == 0)
-            scaled = scaled * norm_scale(self.parts, norm) * sender[:, None]
+            scaled = scaled * norm_scale(self.parts, norm).to(projection.device) * sender[:, None]
         sigma = torch.linalg.matrix_norm(centred, ord=2)
         return self.reading.capture.unflatten((sigma * scaled.norm(dim=-1)).square() / centred.shape[-1])
 
@@ -177,7 +177,7 @@ class Decomposition:
             names = [f"{whole.name}.expert.{expert}" for expert in range(self.parts.num_experts)]
             if self.by == "expert":
                 return names
-            width = down_projection(self.parts, self.parts.layers[whole.layer], 0).shape[0]
+            width = down_projection(self.reading.projection, whole.layer, 0).shape[0]
             names = [f"{name}.neuron.{neuron}" for name in names for neuron in range(width)]
             bias = expert_bias(self.reading, whole.layer)
         return names if bias is None else [*names, bias.name]
@@ -225,9 +225,11 @@ class Decomposition:
     def _head_vector(self, component: Component) -> Float[Tensor, "T D"]:
         layer, head = component.layer, component.head
         assert layer is not None and head is not None
-        size = self.reading.projection.of_heads(layer).shape[1]
+        projection = self.reading.projection
+        size = projection.of_heads(layer).shape[1]
         columns = slice(head * size, (head + 1) * size)
-        weight = self.parts.layers[layer].output_projection.get_parameter("weight").detach().float()[:, columns]
+        weight = self.parts.layers[layer].output_projection.get_parameter("weight").detach()[:, columns]
+        weight = weight.to(projection.device, torch.float32)
         if component.key is None:
             return self.reading.capture.layers[layer].heads[:, columns] @ weight.T
         edges = self.reading.capture.layers[layer].edges
@@ -247,7 +249,7 @@ class Decomposition:
                 self._outputs[layer] = slot_outputs(self.reading, layer)
             return torch.einsum("tk,tkd->td", chosen, self._outputs[layer])
         result = torch.zeros_like(routed.output)
-        down = down_projection(self.parts, self.parts.layers[layer], expert)[component.neuron]
+        down = down_projection(self.reading.projection, layer, expert)[component.neuron]
         for item in expert_tokens(self.reading, layer, only=expert):
             signal = item.weights * item.activations[:, component.neuron]
             result[item.tokens] = signal[:, None] * down
@@ -271,7 +273,7 @@ class Decomposition:
         bias = expert_bias(self.reading, layer)
         total = torch.zeros_like(self.reading.capture.routed(layer).output) if bias is None else bias.values.clone()
         for item in expert_tokens(self.reading, layer):
-            down = down_projection(self.parts, self.parts.layers[layer], item.expert)
+            down = down_projection(self.reading.projection, layer, item.expert)
             total.index_add_(0, item.tokens, (item.activations * item.weights[:, None]) @ down)
         return Vector(f"moe.{layer}", 2 * layer + 1, total)
 

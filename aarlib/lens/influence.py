@@ -99,7 +99,7 @@ def all_neuron_sums(reading: Reading, constants: NeuronConstants | None = None) 
         both = torch.stack([found.all, found.first]).flatten(1, 2)
         rows.append(_from_start(both, found.start, len(reading.projection.receivers)))
         selected.append(found.selected.repeat_interleave(width))
-    empty = torch.zeros(2, 0, len(reading.projection.receivers), 3)
+    empty = torch.zeros(2, 0, len(reading.projection.receivers), 3, device=reading.projection.device)
     both = torch.cat(rows, dim=1) if rows else empty
     tokens, first = len(reading.capture.first), int(reading.capture.first.sum())
     chosen = torch.cat(selected)[None] if selected else torch.zeros(1, 0, dtype=torch.int64)
@@ -132,7 +132,8 @@ def _sums(reading: Reading, blocks: Iterator[Block] | Iterator[SlotBlock], measu
             selected.append(_selections(reading, block.expert_ids))
             largest.append(block.largest)
         rows.append(_from_start(both, block.start, len(receivers)))
-    stacked = torch.cat(rows, dim=2) if rows else torch.zeros(2, kept.num_documents, 0, len(receivers), len(MOMENTS))
+    empty = tokens.new_zeros(2, kept.num_documents, 0, len(receivers), len(MOMENTS), dtype=torch.float32)
+    stacked = torch.cat(rows, dim=2) if rows else empty
     return Sums(
         tuple(names),
         receivers,

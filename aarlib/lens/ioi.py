@@ -15,6 +15,7 @@ from aarlib.lens.capture import in_float32, inverse_rms, norm_scale
 from aarlib.lens.influence import moments
 from aarlib.lens.projection import scores_from, sender_norm
 from aarlib.lens.scores import Reading, attention_weights, edge_products, head_scores, sender_scale
+from aarlib.stats import spearman
 
 TEMPLATES = (
     "When {x} and {y} got to the {place}, {s} gave a {thing} to",
@@ -103,7 +104,9 @@ def head_effects(model: Any, reading: Reading, prompts: Prompts) -> HeadEffects:
     is_last[torch.arange(len(prompts.last)), prompts.last] = True
     is_last = is_last[kept.mask]
     output = model.get_output_embeddings().weight.detach().float()
-    direction = (output[prompts.answer] - output[prompts.repeated]) * norm_scale(parts, final_norm)
+    difference = output[prompts.answer.to(output.device)] - output[prompts.repeated.to(output.device)]
+    device = reading.projection.device
+    direction = difference.to(device) * norm_scale(parts, final_norm).to(device)
     direction = direction * inverse_rms(kept.final[is_last], final_norm, parts.family.norm_eps)[:, None]
     names, direct, influence, everywhere = list[str](), list[Tensor](), list[Tensor](), list[Tensor]()
     lengths = torch.bincount(kept.documents)
@@ -126,8 +129,8 @@ def _direct(reading: Reading, layer: int, direction: Float[Tensor, "B D"], is_la
     scale = sender_scale(reading, 2 * layer)
     if scale is not None:
         norm = norm_scale(reading.parts, sender_norm(parts, is_attention=True))
-        direction = direction * norm * scale[is_last][:, None]
-    output = parts.output_projection.get_parameter("weight").detach().float()
+        direction = direction * norm.to(direction.device) * scale[is_last][:, None]
+    output = parts.output_projection.get_parameter("weight").detach().to(direction.device, torch.float32)
     heads = reading.capture.layers[layer].heads[is_last].unflatten(-1, (num_heads, -1))
     return (heads * (direction @ output).unflatten(-1, (num_heads, -1))).sum(-1)
 
@@ -148,14 +151,12 @@ def head_map(reading: Reading, layer: int, head: int) -> HeadMap:
 
 
 def map_correlation(maps: HeadMap, mask: Tensor) -> Float[Tensor, " B"]:
-    """Per prompt, the rank correlation of attention weight and variance over its causal pairs, queries after the first."""
+    """Per prompt, Spearman's rank correlation of attention weight and variance over its causal pairs, queries after the first."""
     length = mask.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    causal = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
     causal[0] = False
     values = []
     for row in range(mask.shape[0]):
         pairs = causal & mask[row].bool()[:, None] & mask[row].bool()[None]
-        first, second = (side[row][pairs].argsort().argsort().double() for side in maps)
-        stacked = torch.stack([first, second])
-        values.append(torch.corrcoef(stacked)[0, 1])
-    return torch.stack(values).float()
+        values.append(spearman(*(side[row][pairs].cpu().numpy() for side in maps)))
+    return torch.tensor(values)

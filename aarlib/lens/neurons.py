@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from aarlib.lens.projection import Projection
 from aarlib.lens.scores import Reading, Vector, sender_scale
-from aarlib.moe.anatomy import Anatomy, LayerAnatomy
+from aarlib.moe.anatomy import Anatomy
 
 
 class ExpertTokens(NamedTuple):
@@ -56,10 +56,11 @@ def neuron_activations(
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
-def down_projection(parts: Anatomy, layer: LayerAnatomy, expert: int) -> Float[Tensor, "F D"]:
-    assert layer.experts is not None
-    weight = layer.experts.get_parameter("down_proj")[expert].detach().float()
-    return weight if parts.family.experts_layout == "in_out" else weight.T
+def down_projection(projection: Projection, layer: int, expert: int) -> Float[Tensor, "F D"]:
+    experts = projection.parts.layers[layer].experts
+    assert experts is not None
+    weight = experts.get_parameter("down_proj")[expert].detach().to(projection.device, torch.float32)
+    return weight if projection.parts.family.experts_layout == "in_out" else weight.T
 
 
 def expert_bias(reading: Reading, layer: int) -> Vector | None:
@@ -97,7 +98,7 @@ class NeuronConstants:
         projection = self.projection
         start = projection.start(2 * layer + 1)
         matrix = projection.of_sublayer(layer, is_attention=False)[:, start:]
-        down = down_projection(projection.parts, projection.parts.layers[layer], expert).to(projection.device)
+        down = down_projection(projection, layer, expert)
         return (down @ matrix.flatten(1)).unflatten(1, matrix.shape[1:])
 
 

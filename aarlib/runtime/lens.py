@@ -19,7 +19,7 @@ from aarlib.moe.anatomy import Anatomy, anatomy
 from aarlib.moe.loading import load_config, meta_model
 from aarlib.runtime.evaluation import load_base
 from aarlib.runtime.lens_config import LensRunConfig
-from aarlib.runtime.lens_pieces import influence_units, with_texts
+from aarlib.runtime.lens_pieces import with_texts
 from aarlib.runtime.units import Resources, Unit, run_units
 from aarlib.training.adapter import load_adapter
 from aarlib.training.config import ModelConfig
@@ -47,7 +47,7 @@ COLUMNS = {
     "ans_first": "as ans, first tokens alone",
     "value": "recall: sum over tokens; counts: how often `sender` was chosen; closure: the error of the sum over layers",
     "unit": "unit of work",
-    "text": "the document that the piece is from; empty: the whole unit",
+    "text": "the document that the piece is from, or the whole unit; empty: the unit holds several, all their pieces",
 }
 
 
@@ -67,9 +67,8 @@ def check(config: LensRunConfig) -> Anatomy:
     return parts
 
 
-def influence(config: LensRunConfig, folder: Path) -> pd.DataFrame:
+def influence(config: LensRunConfig, units: list[dict[str, Any]], folder: Path) -> pd.DataFrame:
     """Round one: a record for each sender, receiver and piece (layers, heads) or unit (experts, neurons); COLUMNS."""
-    units = influence_units(config)
     records = run_round(config, folder / "influence", units, InfluenceWorker, "influence")
     return with_texts(records, units)
 

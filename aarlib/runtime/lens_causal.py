@@ -10,14 +10,14 @@ from typing import Any
 import pandas as pd
 
 from aarlib.lens import ioi
-from aarlib.lens.ablation import Effect, Expert, Outcome, effect, outcome, without_experts
+from aarlib.lens.ablation import Effect, Expert, Outcome, coexistence, effect, outcome, pair_removals, without_experts
 from aarlib.lens.influence import moments
 from aarlib.lens.names import parse
 from aarlib.lens.scores import expert_scores, read
 from aarlib.lens.uses import ce_without_attention
 from aarlib.runtime.lens import LensWorker, padded, run_round
 from aarlib.runtime.lens_config import LensRunConfig
-from aarlib.runtime.lens_pieces import causal_pieces, choosing_units, influence_units
+from aarlib.runtime.lens_pieces import causal_pieces, choosing_units
 from aarlib.runtime.units import Unit
 from aarlib.studies.lens import before_and_after, lens_tables
 from aarlib.studies.lens_causal import causal_tables
@@ -65,17 +65,16 @@ def _summed(records: pd.DataFrame, source: str, chosen: set[str], level: str, co
     return rows.groupby(["sender", "receiver"])[columns].sum().reset_index()
 
 
-def causal(config: LensRunConfig, records: pd.DataFrame, folder: Path) -> pd.DataFrame:
-    """CAUSAL_COLUMNS; an empty frame where neither causal_source nor ioi_prompts ask for anything."""
-    units = [*_removal_units(config, records), *_prompt_units(config)]
+def causal(config: LensRunConfig, drawn: list[dict[str, Any]], records: pd.DataFrame, folder: Path) -> pd.DataFrame:
+    """CAUSAL_COLUMNS; an empty frame where neither causal_source nor ioi_prompts ask for anything. `drawn`: round one's units."""
+    units = [*_removal_units(config, drawn, records), *_prompt_units(config)]
     return run_round(config, folder / "causal", units, CausalWorker, "causal") if units else pd.DataFrame()
 
 
-def _removal_units(config: LensRunConfig, records: pd.DataFrame) -> list[dict[str, Any]]:
+def _removal_units(config: LensRunConfig, drawn: list[dict[str, Any]], records: pd.DataFrame) -> list[dict[str, Any]]:
     source = config.lens.causal_source
     if source is None:
         return []
-    drawn = influence_units(config)
     pieces, chosen_on = causal_pieces(drawn, source, config.lens.causal_documents), choosing_units(drawn, source)
     ranked: Any = expert_influence(records, source, chosen_on).query("rate > 0")
     ranked = ranked.sort_values("variance", ascending=False)
@@ -125,13 +124,15 @@ def with_piece_texts(taken: pd.DataFrame, records: pd.DataFrame, source: str | N
     return taken.assign(text=texts.where(taken["record"].isin(ON_PIECES)))
 
 
-def study_tables(config: LensRunConfig, records: pd.DataFrame, taken: pd.DataFrame) -> dict[str, pd.DataFrame]:
+def study_tables(
+    config: LensRunConfig, drawn: list[dict[str, Any]], records: pd.DataFrame, taken: pd.DataFrame
+) -> dict[str, pd.DataFrame]:
     """Every table of a run; with `before`, also how shares of influence changed against that run."""
     tables = lens_tables(records)
     source = config.lens.causal_source
     variance = None
     if source is not None:
-        variance = expert_influence(records, source, choosing_units(influence_units(config), source))["variance"]
+        variance = expert_influence(records, source, choosing_units(drawn, source))["variance"]
     tables |= causal_tables(with_piece_texts(taken, records, source), variance)
     if config.before is not None:
         stored = pd.read_parquet(config.before / "influence.parquet")
@@ -168,14 +169,12 @@ class CausalWorker(LensWorker):
         return rows
 
     def _coexistence(self, unit: Unit) -> list[dict[str, Any]]:
-        batch, stock = self._stock(unit)
+        batch = padded(unit["pieces"], self.device)
         first, second = _expert(unit["first"]), _expert(unit["second"])
-        removals = {"first": [first], "second": [second], "both": [first, second]}
+        found = coexistence(self.model, *batch, first, second)
         rows = self._activation(unit, batch, "stock", [])
-        for name, experts in removals.items():
-            with without_experts(self.model, experts):
-                found = effect(stock, outcome(self.model, *batch), batch.attention_mask)
-            rows += _effect_rows(found, unit, first.layer, record="coexistence", name=name, how="route_around")
+        for name, experts in pair_removals(first, second).items():
+            rows += _effect_rows(found[name], unit, first.layer, record="coexistence", name=name, how="route_around")
             rows += self._activation(unit, batch, name, experts)
         return rows
 

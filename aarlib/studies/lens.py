@@ -10,7 +10,7 @@ import pandas as pd
 from scipy.stats import rankdata
 
 from aarlib.stats import Interval, spearman
-from aarlib.studies.lens_samples import Array, Resampled, Senders, depth, resampled, senders_of
+from aarlib.studies.lens_samples import Array, Resampled, Senders, depth, rank_correlation, resampled, senders_of
 
 TOP = 10
 
@@ -197,16 +197,22 @@ def total_influence(senders: Senders) -> Array:
 
 
 def top_senders(senders: Senders, count: int = TOP) -> pd.DataFrame:
-    """The senders with the largest variance summed over receivers; intervals over documents (heads) or units."""
+    """The senders with the largest variance summed over receivers; intervals over documents (heads) or units.
+
+    `without the first`: the same over all tokens but each document's first, and the place that the sender has there.
+    """
     influence = total_influence(senders)
     order = np.argsort(-influence.sum(0), kind="stable")[:count]
     table = resampled(
         np.concatenate([influence[:, order], influence.sum(1, keepdims=True), senders.tokens[:, None]], axis=1)
     )
+    rest = (influence - senders.sums["variance_first"].sum(2)).sum(0) / (senders.tokens - senders.first_tokens).sum()
+    places = rankdata(-rest, method="min")
     rows = []
     for place, index in enumerate(order):
         row = _row(table.interval(ratio(place, -1)), sender=senders.senders[index])
         row["share"] = float(table.total[place] / table.total[-2])
+        row |= {"without the first": float(rest[index]), "place there": int(places[index])}
         if "selected" in senders.sums:
             chosen = senders.sums["selected"][:, index].max(1).sum()
             row["selection rate"] = float(chosen / senders.tokens.sum())
@@ -262,20 +268,9 @@ def _both(influence: Array, largest: Array, drawn: Any, count: int) -> Overlap:
     return Overlap(float(len(tops[0] & tops[1])), spearman(*sides))
 
 
-def rank_correlation(first: Array, second: Array, seed: int = 0) -> Interval:
-    """Spearman with its 95% percentile bootstrap over the pairs."""
-    generator = np.random.default_rng(seed)
-    draws = generator.integers(0, len(first), size=(2000, len(first)))
-    ranks = [rankdata(values[draws], axis=1) for values in (first, second)]
-    centred = [rank - rank.mean(1, keepdims=True) for rank in ranks]
-    norms = np.sqrt((centred[0] ** 2).sum(1) * (centred[1] ** 2).sum(1))
-    values = np.divide((centred[0] * centred[1]).sum(1), norms, out=np.full(len(norms), np.nan), where=norms > 0)
-    low, high = np.nanpercentile(values, [2.5, 97.5])
-    return Interval(spearman(first, second), float(low), float(high))
-
-
 def variance_against_aarv(levels: dict[str, Senders]) -> pd.DataFrame:
-    """Rank correlation of variance and AARV over the senders of each receiver, and pooled; intervals over senders."""
+    """Rank correlation of variance and AARV over the senders of each receiver, and pooled; intervals over senders, of which the
+    pooled one draws a sender's cells at all receivers together."""
     rows = []
     for level, senders in levels.items():
         variance, aarv = senders.mean("variance"), senders.mean("aarv")
@@ -283,15 +278,21 @@ def variance_against_aarv(levels: dict[str, Senders]) -> pd.DataFrame:
             reached = senders.reached[:, index]
             if reached.sum() >= 4:
                 found = rank_correlation(variance[reached, index], aarv[reached, index])
-                rows.append(_row(found, level=level, receiver=str(receiver), senders=int(reached.sum())))
-        found = rank_correlation(variance[senders.reached], aarv[senders.reached])
-        rows.append(_row(found, level=level, receiver="pooled", senders=int(senders.reached.sum())))
+                cells = {"senders": int(reached.sum()), "cells": int(reached.sum())}
+                rows.append(_row(found, level=level, receiver=str(receiver), **cells))
+        found = rank_correlation(variance[senders.reached], aarv[senders.reached], np.nonzero(senders.reached)[0])
+        cells = {"senders": int(senders.reached.any(1).sum()), "cells": int(senders.reached.sum())}
+        rows.append(_row(found, level=level, receiver="pooled", **cells))
     return pd.DataFrame(rows)
 
 
 def before_and_after(before: pd.DataFrame, after: pd.DataFrame, source: str) -> pd.DataFrame:
-    """Each sender's share of a receiver's summed variance, before and after training, on the same documents."""
+    """Each sender's share of a receiver's summed variance, before and after training.
+
+    Raises ValueError where the two runs have other receivers, documents or tokens.
+    """
     sides = [senders_of(records, source, "layer") for records in (before, after)]
+    _check_same_texts(sides[0], sides[1], source)
     names = list(dict.fromkeys(name for side in sides for name in side.senders))
     rows = []
     for column, receiver in enumerate(sides[0].receivers):
@@ -305,6 +306,22 @@ def before_and_after(before: pd.DataFrame, after: pd.DataFrame, source: str) -> 
             row["before"], row["after"] = table.total[0] / table.total[1], table.total[2] / table.total[3]
             rows.append(row)
     return pd.DataFrame(rows)
+
+
+def _check_same_texts(before: Senders, after: Senders, source: str) -> None:
+    remedy = "decompose the same texts with the same receivers before and after"
+    if before.receivers != after.receivers:
+        raise ValueError(f"before: its receivers are {before.receivers}, now {after.receivers}; {remedy}")
+    if others := set(before.samples) ^ set(after.samples):
+        raise ValueError(
+            f"before: source {source!r} has {len(before.samples)} documents, now {len(after.samples)}, and "
+            f"{len(others)} are not in both, such as {min(others)!r}; {remedy}"
+        )
+    if (changed := before.tokens != after.tokens).any():
+        raise ValueError(
+            f"before: document {before.samples[int(changed.argmax())]!r} of source {source!r} has another number of "
+            f"tokens now; {remedy}"
+        )
 
 
 def _share_columns(side: Senders, name: str, column: int) -> Array:

@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from aarlib.studies.lens import rank_correlation
-from aarlib.studies.lens_samples import mean_interval, resampled
+from aarlib.studies.lens_samples import mean_interval, rank_correlation, resampled
 
 FUNCTIONAL_HEADS = 3
 """Heads with the largest direct effect that are set beside all others."""

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from aarlib import identities
 from aarlib.lens import aarv, decompose
 from aarlib.lens.ablation import (
     Expert,
@@ -12,10 +13,11 @@ from aarlib.lens.ablation import (
     without_attention,
     without_experts,
 )
-from aarlib.lens.influence import expert_sums, layer_sums
+from aarlib.lens.influence import expert_sums, head_sums, layer_sums
 from aarlib.lens.ranking import moments_and_aarv, ranks
 from aarlib.lens.uses import ce_without_attention, pick_counts, prefetch_recall
 from aarlib.moe.record import record
+from tests.aar.reference import select
 from tests.tiny import FAMILIES, tiny_inputs, tiny_model
 
 
@@ -36,25 +38,27 @@ def slow_aarv(found, receiver, name):
     return sum(total) / len(total)
 
 
-@pytest.mark.parametrize("family", ["olmoe", "deepseek_v2", "gpt_oss"])
-def test_aarv_is_the_mean_change_of_rank_of_the_chosen_experts(family):
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("aar", [False, True], ids=["stock", "aar"])
+def test_aarv_is_the_mean_change_of_rank_of_the_chosen_experts(family, aar):
+    """By layer, head and expert, at the first receiver and the last."""
     model = tiny_model(family)
-    found = decompose(model, **tiny_inputs(model, length=8, padding="left"), by="expert")
-    receiver = found.receivers[-1]
-    measure = moments_and_aarv(found.reading)
-    sums = {
-        name: item
-        for item in (layer_sums(found.reading, measure), expert_sums(found.reading, measure))
-        for name in item.senders
-    }
-    values = []
-    for name in found.components(receiver):
-        expected = slow_aarv(found, receiver, name)
-        assert aarv(found, receiver, name) == pytest.approx(expected, abs=1e-6)
-        row = sums[name].senders.index(name)
-        assert sums[name].mean()[row, -1, 3] == pytest.approx(expected, abs=1e-6)
-        values.append(expected)
-    assert max(values) > 0.3
+    if aar:
+        identities.default_attach(model)
+    inputs = tiny_inputs(model, length=8, padding="left")
+    for by, sums_of in (("layer", layer_sums), ("head", head_sums), ("expert", expert_sums)):
+        found = decompose(model, **inputs, by=by)
+        sums = sums_of(found.reading, moments_and_aarv(found.reading))
+        means = sums.mean()[..., 3]
+        for column in (0, -1):
+            receiver, values = found.receivers[column], []
+            names = [name for name in found.components(receiver) if name in sums.senders]
+            for name in names[:: 1 + len(names) // 12]:
+                expected = slow_aarv(found, receiver, name)
+                assert aarv(found, receiver, name) == pytest.approx(expected, abs=1e-6)
+                assert means[sums.senders.index(name), column] == pytest.approx(expected, abs=1e-6)
+                values.append(expected)
+            assert not values or max(values) > 0.05
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -70,10 +74,20 @@ def test_removed_experts_do_nothing_and_nothing_is_left_behind(family, how):
         dispatch = kept.dispatch[layer]
     hit = torch.isin(dispatch.expert_ids, torch.tensor([0, 3]))
     assert torch.isin(stock.expert_ids[layer], torch.tensor([0, 3])).any()
+    weights, ids = select(model.config, stock.logits[layer].flatten(0, 1))
     if how == "zero":
         assert hit.any() and not dispatch.weights[hit].any()
+        weights = weights.masked_fill(torch.isin(ids, torch.tensor([0, 3])), 0)
     else:
         assert not hit.any()
+        left = torch.tensor([expert for expert in range(8) if expert not in (0, 3)])
+        weights, ids = select(model.config, stock.logits[layer].flatten(0, 1)[:, left])
+        ids = left[ids]
+    expected, found = (
+        torch.zeros(len(chosen), 8).scatter_(1, chosen, values)
+        for values, chosen in ((weights, ids), (dispatch.weights.flatten(0, 1), dispatch.expert_ids.flatten(0, 1)))
+    )
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
     found = effect(stock, changed, inputs["attention_mask"])
     assert found.ce_delta.abs().max() > 1e-4
     assert found.logits_moved[max(stock.logits)].max() > 1e-2
@@ -93,13 +107,23 @@ def test_zeroing_an_expert_equals_a_model_whose_expert_is_zero():
     torch.testing.assert_close(found.logits[2], expected.logits[2], atol=1e-5, rtol=1e-5)
 
 
-def test_coexistence_has_both_either_and_neither():
+@pytest.mark.parametrize("how", ["zero", "route_around"])
+def test_coexistence_is_the_removal_of_each_and_of_both(how):
     model = tiny_model("olmoe")
     inputs = tiny_inputs(model, padding="right")
-    found = coexistence(model, inputs["input_ids"], inputs["attention_mask"], Expert(0, 1), Expert(1, 2))
-    assert list(found) == ["without_first", "without_second", "without_both"]
-    assert not found["without_second"].picks_changed[0].any()
-    assert found["without_both"].picks_changed[2].mean() > 0
+    first, second = Expert(0, 1), Expert(1, 2)
+    found = coexistence(model, inputs["input_ids"], inputs["attention_mask"], first, second, how)
+    stock, mask = outcome(model, **inputs), inputs["attention_mask"].bool()
+    for name, experts in {"first": [first], "second": [second], "both": [first, second]}.items():
+        with without_experts(model, experts, how):
+            expected = effect(stock, outcome(model, **inputs), mask)
+        assert torch.equal(found[name].ce_delta, expected.ce_delta)
+        for layer in (0, 1, 2):
+            assert torch.equal(found[name].picks_changed[layer], expected.picks_changed[layer])
+            assert torch.equal(found[name].logits_moved[layer], expected.logits_moved[layer])
+    deltas = torch.stack([found[name].ce_delta for name in ("first", "second", "both")])
+    assert (deltas[:, None] - deltas[None])[~torch.eye(3, dtype=torch.bool)].abs().min() > 1e-5
+    assert not found["second"].picks_changed[0].any() and found["first"].logits_moved[1].min() > 1e-3
 
 
 def test_wrong_experts_and_layers_are_refused():

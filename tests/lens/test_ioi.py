@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from scipy.stats import spearmanr
 
 from aarlib.lens import ioi
 from aarlib.lens.projection import Projection
 from aarlib.lens.scores import read
 from aarlib.moe.anatomy import anatomy
 from aarlib.moe.loading import load_model, load_tokenizer
+from tests.lens.reference import Seen, gamma, naive_parts, rms
 from tests.tiny import FAMILIES, tiny_model
 
 
@@ -41,39 +43,24 @@ def test_the_bundled_model_solves_it(nano, prompts):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_direct_effects_are_parts_of_the_logit_difference(family):
-    """All components together give the difference: heads through `head_effects`, the rest from the residual stream."""
+    """Each head's is its own contribution to the residual stream read by the output layer; with all the rest they add up."""
     model = tiny_model(family)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, 97, (3, 6), generator=generator)
+    ids = torch.randint(3, 97, (3, 6), generator=torch.Generator().manual_seed(0))
     batch = ioi.Prompts(
         ids, torch.ones_like(ids), torch.tensor([5, 5, 5]), torch.tensor([7, 8, 9]), torch.tensor([10, 11, 12])
     )
     reading = read(model, Projection(anatomy(model)), ids)
     found = ioi.head_effects(model, reading, batch)
-    for layer in model.model.layers:
-        if (output := getattr(layer, "self_attn", None)) is not None and output.o_proj.bias is not None:
-            output.o_proj.bias.zero_()
-    reading = read(model, Projection(anatomy(model)), ids)
-    found = ioi.head_effects(model, reading, batch)
-    before = ioi.logit_differences(model, batch)
-    last = len(model.model.layers) - 1
-    projection = anatomy(model).layers[last].output_projection
-    columns = [index for index, name in enumerate(found.names) if name.startswith(f"attn.{last}.")]
-    direct = found.direct[:, columns].sum(1)
-    norm = model.model.norm
-    weight = 1 + norm.weight if family == "qwen3_5_moe" else norm.weight
-    eps = norm.eps if family == "qwen3_5_moe" else norm.variance_epsilon
-    final = reading.capture.final.unflatten(0, (3, 6))[:, -1]
-    direction = model.lm_head.weight[batch.answer] - model.lm_head.weight[batch.repeated]
-    scale = weight / (final.pow(2).mean(-1, keepdim=True) + eps).sqrt()
-    torch.testing.assert_close((final * scale * direction).sum(-1), before, atol=1e-4, rtol=1e-4)
-    if family == "flex_olmo":
-        written = model.model.layers[last].post_attention_layernorm(reading.capture.layers[last].attention)
-    else:
-        written = reading.capture.layers[last].heads @ projection.weight.T
-    expected = (written.unflatten(0, (3, 6))[:, -1] * scale * direction).sum(-1)
-    assert expected.abs().max() > 1e-2
-    torch.testing.assert_close(direct, expected, atol=1e-4, rtol=1e-4)
+    norm, final = model.model.norm, reading.capture.final.unflatten(0, (3, 6))[:, -1]
+    direction = (model.lm_head.weight[batch.answer] - model.lm_head.weight[batch.repeated]) * gamma(norm)
+    parts = naive_parts(model, Seen(model, {"input_ids": ids}), "head")
+    written = {name: (part[:, -1] * direction).sum(-1) / rms(final, norm)[:, 0] for _, name, part in parts}
+    total = sum(written.values())
+    torch.testing.assert_close(total, ioi.logit_differences(model, batch), atol=1e-4, rtol=1e-4)
+    assert set(found.names) == {name for name in written if ".head." in name}
+    for column, name in enumerate(found.names):
+        torch.testing.assert_close(found.direct[:, column], written[name], atol=1e-5, rtol=1e-4)
+    assert found.direct.abs().amax(0).min() > 1e-3 and (found.direct.sum(1) - total).abs().min() > 1e-2
 
 
 def test_maps_of_one_head(nano, prompts):
@@ -86,6 +73,17 @@ def test_maps_of_one_head(nano, prompts):
     assert (maps.variance >= 0).all() and maps.variance.max() > 0
     correlation = ioi.map_correlation(maps, prompts.attention_mask)
     assert correlation.shape == (24,) and (correlation.abs() <= 1).all() and correlation.mean() > 0
+
+
+def test_equal_values_share_their_rank():
+    attention = torch.tensor([[0.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.0, 0.0, 1.0, 0], [0.25, 0.25, 0.25, 0.25]])
+    variance = torch.tensor([[9.0, 0, 0, 0], [3.0, 1.0, 0, 0], [2.0, 2.0, 4.0, 0], [1.0, 1.0, 2.0, 3.0]])
+    maps = ioi.HeadMap(attention[None].repeat(2, 1, 1), variance[None].repeat(2, 1, 1))
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+    for found, length in zip(ioi.map_correlation(maps, mask).tolist(), (4, 3), strict=True):
+        rows, columns = torch.tril_indices(length, length)[:, 1:]
+        expected = spearmanr(attention[rows, columns], variance[rows, columns]).statistic
+        assert 0.1 < found < 0.9 and found == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_tokenizer_without_the_names_is_refused():

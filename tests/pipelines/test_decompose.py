@@ -6,10 +6,15 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from aarlib.runtime.lens import COLUMNS
-from aarlib.runtime.lens_config import LensRunConfig
-from aarlib.runtime.lens_pieces import causal_pieces, choosing_units, measured_documents
-from pipelines import decompose
+pytest.importorskip("ray")
+pytest.importorskip("mlflow")
+
+from aarlib.runtime import tracking  # noqa: E402
+from aarlib.runtime.lens import COLUMNS  # noqa: E402
+from aarlib.runtime.lens_config import LensRunConfig  # noqa: E402
+from aarlib.runtime.lens_pieces import causal_pieces, choosing_units, measured_documents  # noqa: E402
+from aarlib.studies.lens_matrices import COLUMNS as MATRIX_COLUMNS  # noqa: E402
+from pipelines import decompose  # noqa: E402
 
 CONFIGS = Path(__file__).parents[2] / "pipelines" / "configs"
 SHIPPED = sorted(path.name for path in CONFIGS.glob("*lens*.toml"))
@@ -102,7 +107,7 @@ def test_a_wrong_config_dies_before_anything_is_loaded(config, override, message
 @pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_run_writes_records_tables_figures_and_a_page_and_is_taken_up_again(config, local_ray, capsys):
+def test_a_run_writes_records_tables_figures_and_a_page_and_is_taken_up_again(config, local_ray, caplog):
     page = config.parent / "page.md"
     page.write_text("<!-- table small kinds source=text -->\n<!-- end -->\n")
     (config.parent / "results").mkdir()
@@ -121,6 +126,42 @@ def test_a_run_writes_records_tables_figures_and_a_page_and_is_taken_up_again(co
     assert results["run"]["closure error"] < 1e-4 and results["run"]["text further chunks"] == 5
     assert "| receiver | measure | value |" in page.read_text()
     assert {path.name for path in (folder / "figures").iterdir()} >= {"sender_maps.svg", "removal.png", "ioi_maps.png"}
-    parts = {path: path.stat().st_mtime_ns for path in folder.rglob("parts/*.parquet")}
+    matrices = pd.read_parquet(folder / "matrices.parquet")
+    assert list(matrices.columns) == list(MATRIX_COLUMNS) and set(matrices["level"]) == {"layer", "head", "expert"}
+    assert (matrices["low"] < matrices["high"]).mean() > 0.5
+    check_logged(config.parent / "runs" / "mlflow.db", results)
+
+    written = parts_of(folder)
     assert decompose.main([str(config)]) == 0
-    assert parts == {path: path.stat().st_mtime_ns for path in folder.rglob("parts/*.parquet")}
+    assert parts_of(folder) == written
+    gone = [sorted(folder.glob(f"{name}/parts/*.parquet"))[1] for name in ("influence", "causal")]
+    for path in gone:
+        path.unlink()
+    assert decompose.main([str(config)]) == 0
+    again = parts_of(folder)
+    assert {path for path in written if again[path] != written[path]} == set(gone) and len(again) == len(written) > 4
+    pd.testing.assert_frame_equal(pd.read_parquet(folder / "influence.parquet"), records)
+    pd.testing.assert_frame_equal(pd.read_parquet(folder / "causal.parquet"), taken)
+    assert json.loads((folder / "tables.json").read_text()) == results
+    assert "2 of 3 already finished" in caplog.text, "round one"
+
+
+def parts_of(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("parts/*.parquet")}
+
+
+def check_logged(database, results):
+    """One finished MLflow run: the config's parameters, and the numbers of the tables."""
+    client = tracking._client(f"sqlite:///{database}")
+    (run,) = client.search_runs([client.get_experiment_by_name("aarlib").experiment_id])
+    assert run.info.status == "FINISHED" and run.data.params["lens.documents_per_unit"] == "4"
+    logged = run.data.metrics
+    assert logged["lens/closure_error"] == pytest.approx(results["run"]["closure error"])
+    for row in results["tables"]["kinds"]:
+        if row["measure"] == "moe / attn":
+            name = f"lens/text/moe_over_attn/receiver_{row['receiver']}"
+            assert logged[name] == pytest.approx(row["value"], rel=1e-5)
+    pooled = {row["level"]: row["value"] for row in results["tables"]["aarv"] if row["receiver"] == "pooled"}
+    assert set(pooled) == {"layer", "head", "expert"}
+    for level, expected in pooled.items():
+        assert logged[f"lens/text/variance_aarv_spearman/{level}"] == pytest.approx(expected, rel=1e-5)

@@ -60,7 +60,12 @@ def test_figures_are_drawn_from_tables():
     tables = {
         "kinds": pd.DataFrame([{**interval, "receiver": 1, "measure": kind} for kind in ("moe", "attn")]),
         "recall": pd.DataFrame([{**interval, "receiver": 1, "lag": 1, "chance": 0.25, "commonest": 0.3}]),
-        "top_heads": pd.DataFrame([{**interval, "sender": "attn.0.head.1"}]),
+        "top_heads": pd.DataFrame(
+            [
+                {**interval, "sender": "attn.0.head.1"},
+                {**interval, "sender": "attn.1.head.0", "value": 0.1, "low": 0.05, "high": 0.12},
+            ]
+        ),
     }
     found = figures({name: layers.frame(name) for name in TITLES}, tables, "text")
     assert list(found) == ["sender_maps", "ranked_senders", "by_receiver"]
@@ -72,6 +77,17 @@ def test_figures_are_drawn_from_tables():
     norms = [axis.images[0].norm for axis in maps[1:]]
     assert norms[0].vmin == norms[1].vmin == -norms[0].vmax and norms[0].vcenter == 0
     assert [label.get_text() for label in maps[0].get_yticklabels()] == list(layers.senders)
+    for axis in maps:
+        assert [label.get_text() for label in axis.get_xticklabels()] == ["0", "1"]
+        assert axis.get_xlabel() == "receiving router (layer)" and axis.images[0].get_array().shape == (3, 2)
+    axis = found["ranked_senders"].axes[0]
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["attn.0.head.1", "attn.1.head.0"]
+    assert [bar.get_width() for bar in axis.patches] == [0.2, 0.1]
+    ends = [(list(line.get_xdata()), list(line.get_ydata())) for line in axis.lines]
+    assert ends == [([0.1, 0.3], [0, 0]), ([0.05, 0.12], [1, 1])]
+    assert axis.get_xlim()[0] == 0 and axis.get_xlabel() == "variance, summed over receivers"
+    bands = [band.get_paths()[0].vertices[:, 1] for band in found["by_receiver"].axes[0].collections]
+    assert [(values.min(), values.max()) for values in bands] == [(0.1, 0.3), (0.1, 0.3)]
 
 
 def test_a_head_has_its_attention_and_its_variance_side_by_side():

@@ -102,6 +102,14 @@ def test_variance_and_aarv_agree_where_they_rise_together(layers):
     assert opposed.mean == pytest.approx(-1.0)
 
 
+def test_the_pooled_rank_correlation_draws_senders(layers):
+    row = lens.variance_against_aarv({"layer": layers}).set_index("receiver").loc["pooled"]
+    assert (row["senders"], row["cells"]) == (6, 12)
+    cell = layers.reached
+    means = layers.mean("variance")[cell], layers.mean("aarv")[cell]
+    assert row["low"] == lens.rank_correlation(*means, np.nonzero(cell)[0]).low != lens.rank_correlation(*means).low
+
+
 def test_top_senders_and_their_share():
     rows = [
         record(
@@ -116,6 +124,8 @@ def test_top_senders_and_their_share():
     assert table.iloc[0]["share"] == pytest.approx(4 / 7)
     assert table.iloc[0]["selection rate"] == pytest.approx(0.5)
     assert table.iloc[0]["conditional mean"] == pytest.approx(0.8)
+    assert table["without the first"].tolist() == pytest.approx([2 * (4.0 - 0.4) / 18, 2 * 0.9 / 18])
+    assert table["place there"].tolist() == [1, 2]
     assert lens.concentration({"expert": experts}).iloc[0]["value"] == pytest.approx(4 / 7)
     overlap = lens.super_experts(experts, count=2)
     assert overlap["value"].tolist()[0] == 1 and overlap["by chance"].tolist() == [pytest.approx(1.0), 0.0]
@@ -174,11 +184,64 @@ def test_before_and_after_are_shares_of_the_same_documents(records):
     assert value(table, receiver=0, sender="attn.0") < 0
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda after: after[after["receiver"] != 1], r"before: its receivers are \(0, 1, 2\), now \(0, 2\)"),
+        (
+            lambda after: after.assign(text=after["text"].replace("doc:1", "doc:9")),
+            "2 are not in both, such as 'doc:1'",
+        ),
+        (
+            lambda after: after.assign(tokens=after["tokens"] + 3 * (after["document"] == 1)),
+            "before: document 'doc:1' of source 'text' has another number of tokens now",
+        ),
+    ],
+)
+def test_other_texts_before_and_after_are_refused(records, change, message):
+    with pytest.raises(ValueError, match=message):
+        lens.before_and_after(records, change(records.copy()), "text")
+
+
 def test_intervals_hold_the_mean_and_are_the_same_every_time():
     values = np.random.default_rng(0).normal(size=50)
     first, second = mean_interval(values), mean_interval(values)
     assert first == second and first.low < values.mean() < first.high
     assert resampled(values[:, None]).draws.shape == (10_000, 1)
+
+
+def head_record(document, layer, head, direct, last):
+    name = f"attn.{layer}.head.{head}"
+    found = {"document": document, "name": name, "direct": direct, "influence": last, "influence_all": 1.0 + layer}
+    return {"record": "ioi_heads", **found}
+
+
+def test_functional_heads_are_chosen_on_even_prompts_and_measured_on_odd_ones():
+    """Heads 0.0, 1.0 and 2.0 write most on even prompts, 2.1 on odd ones; variances of even prompts would mislead."""
+    rows = []
+    for document in range(6):
+        even = document % 2 == 0
+        for layer, direct in ((0, 3.0), (1, -2.0), (2, 1.0)):
+            rows.append(head_record(document, layer, 0, direct if even else 0.0, 100.0 if even else 4.0 + layer))
+            rows.append(head_record(document, layer, 1, 9.0 if not even and layer == 2 else 0.1, 50.0 if even else 1.0))
+        rows.append(head_record(document, 3, 0, 0.0, 200.0 if even else 7.0))
+        rows.append({"record": "ioi_maps", "document": document, "name": "attn.0.head.0", "value": 0.5 + 0.1 * even})
+        rows.append({"record": "logit_difference", "document": document, "value": 2.0 if document else -4.0})
+    tables = lens_causal.causal_tables(pd.DataFrame(rows))
+    order = tables["ioi_heads"]["head"].tolist()
+    assert order[:3] == ["attn.0.head.0", "attn.1.head.0", "attn.2.head.0"]
+    assert value(tables["ioi_heads"], head="attn.2.head.1") == pytest.approx((9.0 + 0.1) / 2)
+    found = {row["measure"]: row["value"] for row in tables["ioi"].to_dict("records")}
+    assert found["variance of the functional heads, at the last token"] == pytest.approx((4 + 5 + 6) / 3)
+    assert found["variance of the other heads, at the last token"] == pytest.approx((1 + 1 + 1 + 7) / 4)
+    assert found["difference, at the last token"] == pytest.approx(5 - 2.5)
+    assert found["difference within the layer, at the last token"] == pytest.approx(4.0), "layer 3 is no neighbour"
+    assert found["difference, over all tokens"] == pytest.approx(2.0 - 2.5)
+    assert found["difference within the layer, over all tokens"] == 0
+    assert found["prompts with the answer above the repeated name"] == pytest.approx(5 / 6)
+    assert found["logit difference"] == pytest.approx(1.0)
+    assert found["of it, written directly by all heads together"] == pytest.approx((2.3 + 9.2) / 2)
+    assert found["map correlation, functional heads"] == pytest.approx(0.55)
 
 
 def test_removal_tables_keep_the_groups_apart():
