@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def describe(config: FDAAStudyConfig) -> str:
     """What would be evaluated; nothing is written."""
-    from aarlib.runtime.fdaa_study import find_adapters
+    from aarlib.runtime.fdaa_runs import find_adapters
 
     fdaa = config.fdaa
     lines = [f"{name}: {len(find_adapters(config, name))} adapters" for name in fdaa.runs]
@@ -39,24 +39,25 @@ def describe(config: FDAAStudyConfig) -> str:
 
 
 def run(config: FDAAStudyConfig, flags: Flags) -> None:
-    from aarlib.runtime.fdaa_study import describe_training, study
+    from aarlib.runtime.fdaa_runs import describe_study, describe_training
+    from aarlib.runtime.fdaa_study import study
     from aarlib.runtime.run_directory import run_directory
     from aarlib.studies.fdaa import merged, metrics_of, results
     from aarlib.studies.fdaa_page import filled, paper, tables
-    from aarlib.version import made_with
 
     others = [read_json_object(run_directory(config.updated({"name": name})) / "tables.json") for name in flags.beside]
     with tracked_run(config) as (folder, logger):
         records = study(config, folder)
-        found = results(records) | {"runs": [describe_training(config, name) for name in config.fdaa.runs]}
-        write_text_atomically(folder / "tables.json", json.dumps({"about": made_with(), **found}, indent=1))
+        runs = [describe_training(config, name) for name in config.fdaa.runs]
+        found = results(records) | {"runs": runs, **describe_study(config)}
+        write_text_atomically(folder / "tables.json", json.dumps(found, indent=1))
         logger.log(metrics_of(found), step=0)
     print("\n\n".join(tables(found).values()))
     if flags.page is not None:
         shown = merged([found, *others])
         page = filled(flags.page.read_text(encoding="utf-8"), {**tables(shown), "paper": paper()})
         stored = flags.page.parent / "results" / f"{flags.page.stem}.json"
-        write_text_atomically(stored, json.dumps({"about": made_with(), **shown}, indent=1) + "\n")
+        write_text_atomically(stored, json.dumps(shown, indent=1) + "\n")
         write_text_atomically(flags.page, page)
     print(f"run directory: {folder}")
 

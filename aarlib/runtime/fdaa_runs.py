@@ -3,18 +3,14 @@
 import json
 import os
 from collections import Counter
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-import torch
-import transformers
 
 from aarlib.runtime.fdaa_config import FDAAStudyConfig
 from aarlib.runtime.text_corpus import find_texts
 from aarlib.training.adapter import read_metadata
 from aarlib.training.config import RunConfig
-from aarlib.version import __version__
+from aarlib.version import made_with
 
 
 def find_adapters(config: FDAAStudyConfig, name: str) -> list[dict[str, Any]]:
@@ -113,10 +109,7 @@ def describe_study(config: FDAAStudyConfig) -> dict[str, list[dict[str, Any]]]:
     left_out = {"ray": True, "tracking": True, "model": {"adapter", "geometry", "chat_template"}}
     about = {
         "study": config.name,
-        "date": datetime.now(UTC).isoformat(timespec="minutes"),
-        "aarlib": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **made_with(),
         "routers_sha256": None if below is None else read_metadata(below)["sha256"],
         "config": config.model_dump(mode="json", exclude=left_out),
     }

@@ -72,11 +72,35 @@ def test_disabled_and_detached_are_the_model_before_bitwise(family, with_aar):
 def test_the_kv_cache_gives_the_full_forward(family, with_aar):
     model = model_of(family, with_aar)
     handle = identities.attach_random_head(model, scale=1.0)
-    length = 12 if (family, with_aar) == ("qwen3_5_moe", True) else 24  # there float32 rounding alone passes 1e-5 at 24
+    length = 12 if (family, with_aar) == ("qwen3_5_moe", True) else 24  # at 24 in float64: the test below
     for padding in ("none", "left"):
         inputs = tiny_inputs(model, length=length, padding=padding)
         assert identities.head_bite(model, handle, inputs).logits_moved > 1e-2
         assert identities.prefill_against_decode(model, inputs, chunk=1) < 1e-5
+
+
+def test_in_float64_the_kv_cache_gives_the_full_forward_to_12_digits(monkeypatch):
+    """Where float32 rounding alone passes 1e-5: linear attention, routers and head all compute in float32 otherwise."""
+    model = tiny_model("qwen3_5_moe").double()
+    stock_to = torch.Tensor.to
+
+    def to(tensor, *args, **kwargs):
+        args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        return stock_to(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    torch.set_default_dtype(torch.float64)
+    try:
+        identities.default_attach(model).module.double()
+        handle = identities.attach_random_head(model, scale=1.0)
+        handle.module.double()
+        for padding in ("none", "left"):
+            inputs = tiny_inputs(model, length=24, padding=padding)
+            assert identities.head_bite(model, handle, inputs).logits_moved > 1e-2
+            assert identities.prefill_against_decode(model, inputs, chunk=1) < 1e-12
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @families
