@@ -3,6 +3,8 @@
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
@@ -11,13 +13,13 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("aarlib", "pipelines", "tune_spaces")
 
 USE_IT = """
-import sys
+import importlib.util, sys, sysconfig
 from pathlib import Path
-site = Path(sys.argv[1])
-sys.path.insert(0, str(site))
-import aarlib, pipelines, pipelines.command_line
-for module in (aarlib, pipelines):
-    assert Path(module.__file__).is_relative_to(site), module.__file__
+site = Path(sysconfig.get_path("purelib"))
+for name in ("aarlib", "pipelines", "pipelines.command_line", "tune_spaces.aar_window"):
+    origin = importlib.util.find_spec(name).origin
+    assert Path(origin).is_relative_to(site), origin
+import aarlib
 assert (site / "aarlib" / "py.typed").is_file()
 configs = site / "pipelines" / "configs"
 assert (configs / "olmoe_tulu3.toml").is_file() and (configs / "geometry" / "olmoe_1b_7b.json").is_file()
@@ -37,7 +39,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy of the tree and installed without dependencies into an empty folder."""
+    """The wheel, built from a copy of the tree, in a fresh environment that sees the dependencies and no source tree."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     for package in PACKAGES:
@@ -47,14 +49,19 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
     run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source, cwd=folder)
     [wheel] = folder.glob("aarlib-*.whl")
-    run(*pip, "install", "--no-deps", "--target", folder / "site", wheel, cwd=folder)
+    venv.create(folder / "env", symlinks=True)
+    python = folder / "env" / "bin" / "python"
+    run(*pip, "--python", python, "install", "--no-deps", wheel, cwd=folder)
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'), end='')", cwd=folder))
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     shutil.rmtree(source)
-    return folder / "site"
+    return site
 
 
 @pytest.mark.slow
 def test_the_installed_wheel_loads_nano_from_another_folder(installed: Path, tmp_path: Path):
-    assert run(sys.executable, "-I", "-c", USE_IT, installed, cwd=tmp_path).startswith("nano ")
+    python = installed.parents[2] / "bin" / "python"
+    assert run(python, "-I", "-c", USE_IT, cwd=tmp_path).startswith("nano ")
 
 
 @pytest.mark.slow
