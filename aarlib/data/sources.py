@@ -72,9 +72,11 @@ def _expand_uri(pattern: str, formats: tuple[str, ...]) -> list[str]:
         matches = [str(match) for match in filesystem.glob(inner)]
     except (OSError, ValueError) as error:
         raise ValueError(f"data.train: {pattern!r} cannot be listed: {error}; check URI and credentials") from error
-    scheme, query = pattern.split("://", 1)[0], pattern.partition("?")[2]
+    scheme, _, rest = pattern.partition("://")
+    credentials, at, _ = rest.partition("/")[0].rpartition("@")
+    query = pattern.partition("?")[2]
     names = sorted(match for match in matches if _is_data(file_name(match), formats))
-    return [f"{scheme}://{name}" + (f"?{query}" if query else "") for name in names]
+    return [f"{scheme}://{credentials}{at}{name}" + (f"?{query}" if query else "") for name in names]
 
 
 def _is_data(name: str, formats: tuple[str, ...]) -> bool:

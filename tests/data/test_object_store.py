@@ -48,6 +48,7 @@ def test_globs_find_the_data_files_and_nothing_else(options: str) -> None:
         "s3://rows/a/two.jsonl.gz",
         "s3://rows/b/three.parquet",
     ]
+    assert expand_sources([f"s3://key:word@rows/a/*.jsonl?{options}"]) == [f"s3://key:word@rows/a/one.jsonl?{options}"]
     with pytest.raises(ValueError, match=r"'s3://rows/c/\*\?.*names no"):
         expand_sources([f"s3://rows/c/*?{options}"])
 

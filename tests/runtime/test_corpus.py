@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.object_store import object_store
 from tests.runtime.conversations import write_conversations
 
 pytestmark = pytest.mark.ray
@@ -25,6 +26,7 @@ from aarlib.training.config import DataConfig, ModelConfig  # noqa: E402
 
 NANO = ModelConfig()
 DRIVER_CAP_MIB = 100
+SHORT = {"held_out": 0.25, "sequence_length": 48}
 
 
 def ids(dataset: Any) -> list[str]:
@@ -32,7 +34,7 @@ def ids(dataset: Any) -> list[str]:
 
 
 def data(*paths: Path, **changes: Any) -> DataConfig:
-    return DataConfig(train=tuple(map(str, paths)), **{"held_out": 0.25, "sequence_length": 48, **changes})
+    return DataConfig(train=tuple(map(str, paths)), **{**SHORT, **changes})
 
 
 def test_rows_order_and_split(local_ray: Any, tmp_path: Path) -> None:
@@ -57,6 +59,16 @@ def test_rows_order_and_split(local_ray: Any, tmp_path: Path) -> None:
     assert set(ids(ordered(again, 0, 0))) < set(orders[0])
     assert len(ids(again.encoded)) == len(set(ids(again.encoded)))
     assert ids(again.held_out) == [row for row in kept_out if row in set(ids(again.encoded))][:2]
+
+
+def test_a_corpus_in_a_bucket_is_the_one_on_disk(local_ray: Any, tmp_path: Path) -> None:
+    path = write_conversations(tmp_path / "rows.jsonl", 40)
+    with object_store("rows") as (store, options):
+        with store.open_output_stream("rows/a/rows.jsonl") as file:
+            file.write(path.read_bytes())
+        remote = build_corpus(NANO, DataConfig(train=(f"s3://none:none@rows/a/*.jsonl?{options}",), **SHORT))
+    local = build_corpus(NANO, data(path))
+    assert remote.digest == local.digest and ids(ordered(remote, 0, 0)) == ids(ordered(local, 0, 0))
 
 
 def test_bad_rows(local_ray: Any, tmp_path: Path) -> None:
