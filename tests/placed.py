@@ -97,10 +97,10 @@ def devices() -> Iterator[None]:
         yield
 
 
-def spread(model: nn.Module, second: Sequence[nn.Module]) -> None:
-    """As a device map does: `model` on FIRST, the modules `second` on SECOND. What a module is given moves to where it lies, the
-    model's output back."""
-    for module, device in ((model, FIRST), *((module, SECOND) for module in second)):
+def spread(model: nn.Module, second: Sequence[nn.Module], beside: Sequence[nn.Module] = ()) -> None:
+    """As a device map does: `model` and `beside` on FIRST, the modules `second` on SECOND. What a module is given moves to where
+    it lies, the model's output back."""
+    for module, device in (*((module, FIRST) for module in (model, *beside)), *((module, SECOND) for module in second)):
         for part in module.modules():
             for name, tensor in part._parameters.items():
                 part._parameters[name] = (

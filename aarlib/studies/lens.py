@@ -10,7 +10,7 @@ import pandas as pd
 from scipy.stats import rankdata
 
 from aarlib.stats import Interval, spearman
-from aarlib.studies.lens_samples import Array, Resampled, Senders, depth, rank_correlation, resampled, senders_of
+from aarlib.studies.lens_samples import Array, Senders, depth, rank_correlation, resampled, row_of, senders_of
 
 TOP = 10
 
@@ -53,10 +53,6 @@ def _source_first(frame: pd.DataFrame) -> pd.DataFrame:
     return frame[["source", *(name for name in frame if name != "source")]]  # pyright: ignore[reportReturnType]
 
 
-def _row(interval: Interval, **fields: Any) -> dict[str, Any]:
-    return {**fields, "value": interval.mean, "low": interval.low, "high": interval.high}
-
-
 def kinds(layers: Senders) -> pd.DataFrame:
     """Mean variance of the MoE senders and of the attention senders of each receiver, and their ratio.
 
@@ -75,8 +71,8 @@ def kinds(layers: Senders) -> pd.DataFrame:
         means = np.stack([sums[:, groups[kind], index].mean(1) for kind in ("moe", "attn")], axis=1)
         table = resampled(np.concatenate([means, layers.tokens[:, None]], axis=1))
         for column, kind in enumerate(("moe", "attn")):
-            rows.append(_row(table.interval(ratio(column, 2)), receiver=receiver, measure=kind))
-        rows.append(_row(table.interval(ratio(0, 1)), receiver=receiver, measure="moe / attn"))
+            rows.append(row_of(table.interval(ratio(column, 2)), receiver=receiver, measure=kind))
+        rows.append(row_of(table.interval(ratio(0, 1)), receiver=receiver, measure="moe / attn"))
     return pd.DataFrame(rows)
 
 
@@ -86,8 +82,8 @@ def embedding(layers: Senders) -> pd.DataFrame:
     rows = []
     for column, receiver in enumerate(layers.receivers):
         table = resampled(np.stack([sums[:, index, column], sums[:, :, column].sum(1), layers.tokens], axis=1))
-        rows.append(_row(table.interval(ratio(0, 2)), receiver=receiver, measure="variance"))
-        rows.append(_row(table.interval(ratio(0, 1)), receiver=receiver, measure="share"))
+        rows.append(row_of(table.interval(ratio(0, 2)), receiver=receiver, measure="variance"))
+        rows.append(row_of(table.interval(ratio(0, 1)), receiver=receiver, measure="share"))
     return pd.DataFrame(rows)
 
 
@@ -107,11 +103,11 @@ def locality(layers: Senders) -> pd.DataFrame:
     plain = float(distance[reached].mean())
     return pd.DataFrame(
         [
-            _row(table.interval(ratio(0, 1)), measure="distance weighted by APS"),
-            _row(table.interval(ratio(2, 3)), measure="distance weighted by ANS"),
-            _row(table.interval(lambda s: s[..., 2] / s[..., 3] - s[..., 0] / s[..., 1]), measure="ANS minus APS"),
-            _row(Interval(plain, float("nan"), float("nan")), measure="unweighted"),
-            _row(table.interval(ratio(3, 1)), measure="absolute ANS / APS"),
+            row_of(table.interval(ratio(0, 1)), measure="distance weighted by APS"),
+            row_of(table.interval(ratio(2, 3)), measure="distance weighted by ANS"),
+            row_of(table.interval(lambda s: s[..., 2] / s[..., 3] - s[..., 0] / s[..., 1]), measure="ANS minus APS"),
+            row_of(Interval(plain, float("nan"), float("nan")), measure="unweighted"),
+            row_of(table.interval(ratio(3, 1)), measure="absolute ANS / APS"),
         ]
     )
 
@@ -166,10 +162,10 @@ def first_position(layers: Senders) -> pd.DataFrame:
             first = layers.sums["variance_first"][:, chosen].sum((1, 2))
             counts = [layers.tokens, layers.first_tokens]
             table = resampled(np.stack([both / pairs, first / pairs, *counts], axis=1))
-            rows.append(_row(table.interval(ratio(0, 2)), kind=kind, measure="all positions"))
+            rows.append(row_of(table.interval(ratio(0, 2)), kind=kind, measure="all positions"))
             found = table.interval(lambda s: (s[..., 0] - s[..., 1]) / (s[..., 2] - s[..., 3]))
-            rows.append(_row(found, kind=kind, measure="without the first"))
-            rows.append(_row(table.interval(ratio(1, 3)), kind=kind, measure="the first alone"))
+            rows.append(row_of(found, kind=kind, measure="without the first"))
+            rows.append(row_of(table.interval(ratio(1, 3)), kind=kind, measure="the first alone"))
     return pd.DataFrame(rows)
 
 
@@ -186,7 +182,7 @@ def recall(records: pd.DataFrame, source: str) -> pd.DataFrame:
         top_k = round(float(picks.sum() / units[receiver]))
         table = resampled(group.groupby("text")[["value", "tokens"]].sum().to_numpy(dtype=np.float64))
         common = float(picks.sort_values().iloc[-top_k:].sum() / picks.sum())
-        row = _row(table.interval(ratio(0, 1)), receiver=int(receiver), lag=int(lag))
+        row = row_of(table.interval(ratio(0, 1)), receiver=int(receiver), lag=int(lag))
         found.append({**row, "chance": top_k / num_experts, "commonest": common})
     return pd.DataFrame(found)
 
@@ -210,7 +206,7 @@ def top_senders(senders: Senders, count: int = TOP) -> pd.DataFrame:
     places = rankdata(-rest, method="min")
     rows = []
     for place, index in enumerate(order):
-        row = _row(table.interval(ratio(place, -1)), sender=senders.senders[index])
+        row = row_of(table.interval(ratio(place, -1)), sender=senders.senders[index])
         row["share"] = float(table.total[place] / table.total[-2])
         row |= {"without the first": float(rest[index]), "place there": int(places[index])}
         if "selected" in senders.sums:
@@ -230,7 +226,7 @@ def concentration(levels: dict[str, Senders]) -> pd.DataFrame:
         for percent in (1, 5, 10):
             count = max(1, round(len(order) * percent / 100))
             table = resampled(np.stack([influence[:, order[:count]].sum(1), influence.sum(1)], axis=1))
-            row = _row(table.interval(ratio(0, 1)), level=level, largest=f"{percent}%", senders=count)
+            row = row_of(table.interval(ratio(0, 1)), level=level, largest=f"{percent}%", senders=count)
             rows.append({**row, "of": len(order)})
     return pd.DataFrame(rows)
 
@@ -279,52 +275,8 @@ def variance_against_aarv(levels: dict[str, Senders]) -> pd.DataFrame:
             if reached.sum() >= 4:
                 found = rank_correlation(variance[reached, index], aarv[reached, index])
                 cells = {"senders": int(reached.sum()), "cells": int(reached.sum())}
-                rows.append(_row(found, level=level, receiver=str(receiver), **cells))
+                rows.append(row_of(found, level=level, receiver=str(receiver), **cells))
         found = rank_correlation(variance[senders.reached], aarv[senders.reached], np.nonzero(senders.reached)[0])
         cells = {"senders": int(senders.reached.any(1).sum()), "cells": int(senders.reached.sum())}
-        rows.append(_row(found, level=level, receiver="pooled", **cells))
+        rows.append(row_of(found, level=level, receiver="pooled", **cells))
     return pd.DataFrame(rows)
-
-
-def before_and_after(before: pd.DataFrame, after: pd.DataFrame, source: str) -> pd.DataFrame:
-    """Each sender's share of a receiver's summed variance, before and after training.
-
-    Raises ValueError where the two runs have other receivers, documents or tokens.
-    """
-    sides = [senders_of(records, source, "layer") for records in (before, after)]
-    _check_same_texts(sides[0], sides[1], source)
-    names = list(dict.fromkeys(name for side in sides for name in side.senders))
-    rows = []
-    for column, receiver in enumerate(sides[0].receivers):
-        for name in names:
-            values = [_share_columns(side, name, column) for side in sides]
-            table: Resampled = resampled(np.concatenate(values, axis=1))
-            if not (table.total[[0, 2]] > 0).any():
-                continue
-            found = table.interval(lambda s: s[..., 2] / s[..., 3] - s[..., 0] / s[..., 1])
-            row = _row(found, receiver=receiver, sender=name)
-            row["before"], row["after"] = table.total[0] / table.total[1], table.total[2] / table.total[3]
-            rows.append(row)
-    return pd.DataFrame(rows)
-
-
-def _check_same_texts(before: Senders, after: Senders, source: str) -> None:
-    remedy = "decompose the same texts with the same receivers before and after"
-    if before.receivers != after.receivers:
-        raise ValueError(f"before: its receivers are {before.receivers}, now {after.receivers}; {remedy}")
-    if others := set(before.samples) ^ set(after.samples):
-        raise ValueError(
-            f"before: source {source!r} has {len(before.samples)} documents, now {len(after.samples)}, and "
-            f"{len(others)} are not in both, such as {min(others)!r}; {remedy}"
-        )
-    if (changed := before.tokens != after.tokens).any():
-        raise ValueError(
-            f"before: document {before.samples[int(changed.argmax())]!r} of source {source!r} has another number of "
-            f"tokens now; {remedy}"
-        )
-
-
-def _share_columns(side: Senders, name: str, column: int) -> Array:
-    total = side.sums["variance"][:, :, column].sum(1)
-    own = side.sums["variance"][:, side.senders.index(name), column] if name in side.senders else np.zeros_like(total)
-    return np.stack([own, total], axis=1)

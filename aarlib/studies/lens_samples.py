@@ -114,6 +114,10 @@ def mean_interval(values: Array) -> Interval:
     return table.interval(lambda sums: sums[..., 0] / sums[..., 1])
 
 
+def row_of(interval: Interval, **fields: Any) -> dict[str, Any]:
+    return {**fields, "value": interval.mean, "low": interval.low, "high": interval.high}
+
+
 def rank_correlation(first: Array, second: Array, groups: NDArray[np.int64] | None = None, seed: int = 0) -> Interval:
     """Spearman with its 95% percentile bootstrap over the pairs, or over `groups`: all pairs of one are drawn together."""
     labels = np.arange(len(first)) if groups is None else np.unique(groups, return_inverse=True)[1]

@@ -3,19 +3,24 @@
 import pytest
 import torch
 
+from aarlib import identities
 from aarlib.lens import decompose, ioi
 from aarlib.lens.ablation import Expert, effect, outcome, without_experts
+from aarlib.lens.influence import all_neuron_sums, expert_sums, head_sums, layer_sums
 from aarlib.lens.projection import Projection
+from aarlib.lens.ranking import moments_and_aarv
 from aarlib.lens.scores import read
+from aarlib.lens.uses import pick_counts, prefetch_recall
 from aarlib.moe.anatomy import anatomy
 from tests.placed import FIRST, devices, spread, to
 from tests.tiny import tiny_inputs, tiny_model
 
 
-def spread_model(family):
+def spread_model(family, aar=False):
     model = tiny_model(family)
     model.set_attn_implementation("eager")
-    spread(model, [*model.model.layers[1:], model.model.norm, model.lm_head])
+    routers = list(identities.default_attach(model).routers.values()) if aar else []
+    spread(model, [*model.model.layers[1:], model.model.norm, model.lm_head, *routers[1:]], routers[:1])
     return model
 
 
@@ -57,6 +62,31 @@ def test_a_spread_model_decomposes_as_on_one_device(family, by):
         )
         if by == "head":
             torch.testing.assert_close(found.bound(last, names[1]).cpu(), expected.bound(last, names[1]))
+
+
+def measures(model, inputs):
+    """What a run measures beside the moments."""
+    reading = read(model, Projection(anatomy(model)), **inputs)
+    measure = moments_and_aarv(reading)
+    sums = [sums_of(reading, measure).all for sums_of in (layer_sums, head_sums, expert_sums)]
+    return [
+        *sums,
+        all_neuron_sums(reading).all,
+        *(item.sums for item in prefetch_recall(reading)),
+        pick_counts(reading),
+    ]
+
+
+@pytest.mark.parametrize("family", ["olmoe", "gpt_oss"])
+def test_a_spread_model_with_aar_is_measured_as_on_one_device(family):
+    inputs = tiny_inputs(tiny_model(family), length=7, padding="left")
+    single = tiny_model(family)
+    identities.default_attach(single)
+    expected = measures(single, inputs)
+    with devices():
+        found = measures(spread_model(family, aar=True), to(inputs, FIRST))
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.cpu(), other, atol=1e-4, rtol=1e-4, equal_nan=True)
 
 
 def of_heads(model, prompts):

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from scipy.stats import spearmanr
 
-from aarlib.studies import lens, lens_causal
+from aarlib.studies import lens, lens_causal, lens_training
 from aarlib.studies.lens_samples import mean_interval, resampled, senders_of
 
 
@@ -178,7 +178,7 @@ def test_recall_beside_chance_and_the_commonest_experts():
 def test_before_and_after_are_shares_of_the_same_documents(records):
     after = records.copy()
     after.loc[after["sender"] == "embedding", "variance"] *= 3
-    table = lens.before_and_after(records, after, "text")
+    table = lens_training.before_and_after(records, after, "text")
     assert value(table, receiver=0, sender="embedding", column="before") == pytest.approx(8 / 12)
     assert value(table, receiver=0, sender="embedding") == pytest.approx(24 / 28 - 8 / 12)
     assert value(table, receiver=0, sender="attn.0") < 0
@@ -200,7 +200,7 @@ def test_before_and_after_are_shares_of_the_same_documents(records):
 )
 def test_other_texts_before_and_after_are_refused(records, change, message):
     with pytest.raises(ValueError, match=message):
-        lens.before_and_after(records, change(records.copy()), "text")
+        lens_training.before_and_after(records, change(records.copy()), "text")
 
 
 def test_intervals_hold_the_mean_and_are_the_same_every_time():
