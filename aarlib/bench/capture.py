@@ -15,11 +15,15 @@ from transformers.models.olmoe.modeling_olmoe import eager_attention_forward
 from aarlib.bench.chart import by_length
 from aarlib.bench.claims import Claim, Equal, Part, equal, paired
 from aarlib.bench.process import OutOfMemory, Turns, extra_peak, run_job, take_turns
+from aarlib.moe.backends import LONG
 from aarlib.moe.windows import attention_with_windows
 
 HEADS, HEAD_DIM, WINDOW = 16, 64, 40
 JOB = "aarlib.bench.capture"
 TOLERANCE = 1e-5
+EAGER_CHECKED, LAST_ROWS = 1024, 64
+"""Ours is compared with eager attention up to this length, and at the whole of a longer one with plain attention, its windows on
+the last rows with their softmax written out."""
 MEMORY_WAYS = ("plain", "ours", "eager")
 TARGETS = {
     "forward / plain": 1.6,
@@ -95,9 +99,10 @@ def forward_only(way: Callable[[Problem], Any], case: Problem) -> Callable[[], A
 def timings(
     length: int, rounds: int, with_eager: bool, heads: int = HEADS, head_dim: int = HEAD_DIM, window: int = WINDOW
 ) -> dict[str, Any]:
-    """Turns of every way at one length, after `check`: its RuntimeError where ours and eager give different numbers."""
-    checked = check(min(length, 1024), heads, head_dim, window)
+    """Turns of every way at one length, after `check` and `check_long`: their RuntimeError where the ways' numbers differ."""
+    checked = check(min(length, EAGER_CHECKED), heads, head_dim, window)
     case = problem(length, heads, head_dim, window)
+    checked += check_long(case) if length > EAGER_CHECKED else []
     calls = {
         "plain": forward_only(plain, case),
         "ours": forward_only(ours, case),
@@ -134,12 +139,38 @@ def check(length: int, heads: int, head_dim: int, window: int) -> list[Equal]:
     return checked
 
 
+def check_long(case: Problem) -> list[Equal]:
+    """At full length: outputs and gradients with constant windows against plain attention, windows of the last rows."""
+    at, found, expected = f"at {case.query.shape[2]} tokens", ours(case, False), plain(case)
+    checked = [
+        equal(f"output {at}, ours and plain", found[0], expected, TOLERANCE),
+        equal(f"windows of the last rows {at}, ours and a softmax", found[1][:, -LAST_ROWS:], last(case), TOLERANCE),
+    ]
+    sides = backward(case, found, windows=False), backward(case, expected)
+    for what, one, other in zip(("query", "key", "value"), *sides, strict=True):
+        checked.append(equal(f"gradient of the {what} {at}, windows constant, ours and plain", one, other, TOLERANCE))
+    return checked
+
+
+@torch.no_grad()
+def last(case: Problem) -> Tensor:
+    """Windows of the last rows [1, rows, M], from the whole rows of their softmax."""
+    length = case.query.shape[2]
+    rows = torch.arange(length - LAST_ROWS, length)
+    scores = case.query[:, :, rows] @ case.key.mT * case.query.shape[-1] ** -0.5
+    scores = scores.masked_fill(torch.arange(length) > rows[:, None], -torch.inf)
+    columns = rows[:, None] - case.window + 1 + torch.arange(case.window)
+    return scores.softmax(-1).mean(1).gather(2, columns[None])
+
+
 def memory(
     way: str, length: int, heads: int = HEADS, head_dim: int = HEAD_DIM, window: int = WINDOW
 ) -> dict[str, float]:
-    """Extra peak of one forward and backward, after a short one that loads what is loaded once."""
+    """Extra peak of one forward and backward, after short ones that load, and check, what is loaded and checked once."""
     run = {"plain": plain, "ours": ours, "eager": eager}[way]
-    backward(small := problem(64, heads, head_dim, min(window, 64)), run(small))
+    for short in (64, min(length, LONG + 1)):
+        backward(small := problem(short, heads, head_dim, min(window, short)), run(small))
+    del small
     case = problem(length, heads, head_dim, window)
     return {"extra_gib": extra_peak(lambda: backward(case, run(case)))}
 

@@ -3,6 +3,8 @@
 A job is an importable function "package.module:function" from JSON-able settings to something JSON-able.
 """
 
+import ctypes
+import gc
 import importlib
 import json
 import os
@@ -61,7 +63,9 @@ def ratios(ours: Sequence[float], plain: Sequence[float]) -> Spread:
 
 
 def extra_peak(call: Callable[[], Any]) -> float:
-    """GiB of resident memory that `call` takes at its peak, beside what is resident before (Linux)."""
+    """GiB of resident memory that `call` takes at its peak, beside what is in use before (Linux with glibc)."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free stays resident otherwise, and would not be counted
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status_kib("VmRSS")
     call()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria
+from transformers import LogitsProcessor, StoppingCriteria
 
 from aarlib import identities
 from tests.aar.test_gradients import checkpoint_activations
@@ -49,12 +49,36 @@ def test_beams_alone_equal_inside_a_left_padded_batch(family: str) -> None:
     attached = Attached(family)
     together = attached.generate(num_beams=3)
     assert torch.equal(attached.generate(1, num_beams=3)[0], together[1])
+    assert torch.equal(attached.generate(num_beams=3, use_cache=False), together)
     if family in ("olmoe", "deepseek_v2", "gpt_oss", "qwen3_5_moe"):
-        assert torch.equal(attached.generate(num_beams=3, use_cache=False), together)
         assert not torch.equal(attached.generate(), together), "the beams chose what greedy chooses"
 
 
-@pytest.mark.parametrize("family", ["olmoe", "deepseek_v2", "gpt_oss", "qwen3_5_moe"])
+class Gumbel(LogitsProcessor):
+    """Draws a token of each row by the same noise, whatever rows stand beside it: all the mass is then on it."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        noise = -torch.empty(scores.shape[-1]).exponential_(generator=self.generator).log()
+        chosen = (scores + noise).argmax(dim=-1, keepdim=True)
+        return torch.full_like(scores, -torch.inf).scatter(-1, chosen, 0.0)
+
+
+@families
+def test_sampling_alone_equals_inside_a_left_padded_batch(family: str) -> None:
+    attached = Attached(family)
+    drawn = {}
+    for seed in (0, 1):
+        together = drawn[seed] = attached.generate(do_sample=True, logits_processor=[Gumbel(seed)])
+        for row in range(2):
+            alone = attached.generate(row, do_sample=True, logits_processor=[Gumbel(seed)])
+            assert torch.equal(alone[0], together[row])
+    assert not torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], attached.generate())
+
+
+@families
 def test_sampling_with_a_seed_is_the_same_with_and_without_cache(family: str) -> None:
     attached, sampled = Attached(family), {}
     for seed, use_cache in ((0, True), (0, False), (1, True)):

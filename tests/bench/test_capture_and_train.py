@@ -1,6 +1,9 @@
 """The benches of this package at tiny sizes: ways that agree, turns, memory, out of memory, the files they write."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +14,9 @@ from aarlib.bench.process import OutOfMemory, Turns, extra_peak, ratios, run_job
 from aarlib.moe.anatomy import active_parameters
 from aarlib.moe.loading import load_config
 from pipelines import bench
+from tests.test_layering import RUNTIME_ONLY
 
+ROOT = Path(__file__).parents[2]
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 32,
@@ -38,6 +43,29 @@ def test_ways_that_differ_are_caught(monkeypatch):
     monkeypatch.setattr(capture, "ours", lambda *args: (stock(*args)[0], stock(*args)[1] * 1.01))
     with pytest.raises(RuntimeError, match="windows, ours and eager: the two ways differ by"):
         capture.check(64, 2, 16, 8)
+
+
+def test_long_sequences_are_compared_at_their_length(monkeypatch):
+    found = capture.timings(1100, 1, False, **SHAPE)
+    whole = [name for name, *_ in found["equal"] if "at 1100 tokens" in name]
+    assert len(whole) == 5 and all(error <= tolerance for _, error, tolerance in found["equal"])
+    case = capture.problem(1100, 2, 16, 8)
+    assert capture.last(case)[0, -1].sum() > 1e-3
+    stock = capture.ours
+
+    def wrong(change):
+        return lambda case, *rest: change(*stock(case, *rest))
+
+    def late(output, windows):
+        return output, torch.cat([windows[:, :1060], 1.01 * windows[:, 1060:]], dim=1)
+
+    def leak(output, windows):
+        return torch.cat([output[:, :, :-1], output[:, :, -1:] + 1e-3], dim=2), windows
+
+    for change, what in ((late, "windows of the last rows at 1100"), (leak, "output at 1100 tokens, ours and plain")):
+        monkeypatch.setattr(capture, "ours", wrong(change))
+        with pytest.raises(RuntimeError, match=f"{what}.*: the two ways differ"):
+            capture.check_long(case)
 
 
 def test_a_lost_gradient_is_caught(monkeypatch):
@@ -160,9 +188,15 @@ def test_the_verb_measures_in_processes_of_its_own(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_gpu_script_runs_whole_at_a_tiny_size(tmp_path):
+def test_the_gpu_script_runs_whole_at_a_tiny_size_and_needs_only_the_core(tmp_path):
+    """In a process where Ray, DeepSpeed, MLflow, lm-eval and the packages of pages cannot be imported."""
     out = tmp_path / "gpu.json"
-    assert bench.main(["gpu", "--tiny", "--lengths", "32", "--rounds", "1", "--out", str(out)]) == 0
+    arguments = ["gpu", "--tiny", "--lengths", "32", "--rounds", "1", "--out", str(out)]
+    absent = (*RUNTIME_ONLY, "matplotlib", "jinja2")
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent!r}))\n"
+    code += f"from pipelines import bench\nraise SystemExit(bench.main({arguments!r}))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
     record = json.loads(out.read_text())
     doctors = [part for part in record["details"].values() if "findings" in part]
     assert {part["dtype"] for part in doctors} == {"torch.bfloat16", "torch.float32"}

@@ -9,7 +9,7 @@ from aarlib.bench import audit, capture, fdaa, lens, measure, train
 from aarlib.bench.claims import Claim, apart, equal, paired, within
 from aarlib.bench.measure import Measurement
 from aarlib.bench.page import filled, read_records, rendered
-from aarlib.bench.process import Turns, local
+from aarlib.bench.process import OutOfMemory, Turns, local
 from pipelines import bench
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -70,6 +70,28 @@ def test_every_bench_asserts_equal_numbers_first_and_stores_them(name, here, tmp
         assert f"| {claim['name']} | {claim['value']:.2f}" in once
     record["claims"][0]["value"] += 1
     assert filled(once, {name: record}) != once
+
+
+def test_an_eager_run_that_is_out_of_memory_is_said_and_shown(here, monkeypatch, tmp_path, capsys):
+    """Eager timings and eager memory do not fit; ours is measured all the same, and the page renders."""
+    stock = capture.run_job
+
+    def without_room(job, settings, threads=1, limit_gib=None):
+        if settings.get("with_eager") or settings.get("way") == "eager":
+            assert limit_gib == 4
+            return OutOfMemory(limit_gib)
+        return stock(job, settings, threads, limit_gib)
+
+    monkeypatch.setattr(capture, "run_job", without_room)
+    out = tmp_path / "bench_capture.json"
+    arguments = ["--lengths", "48", "--rounds", "1", "--threads", "1", "--memory-limit", "4", "--out", str(out)]
+    assert bench.main(["capture", "--tiny", *arguments]) == 0
+    shown, record = capsys.readouterr().out, json.loads(out.read_text())
+    assert "48 tokens, extra peak of eager: out of memory\n" in shown
+    [row] = bench.lengths_in(record)
+    assert row["memory_gib"]["eager"] is None and row["memory_gib"]["ours"] >= 0
+    assert "ours" in row["turns"] and not any(name.startswith("eager") for name in row["turns"])
+    assert "out of memory |" in rendered(record) and out.with_suffix(".png").stat().st_size > 1000
 
 
 def test_levels_of_the_lens_are_compared_on_three_receivers_each(here):
