@@ -22,16 +22,8 @@ from aarlib.training.adapter import fingerprint, load_adapter
 from aarlib.training.config import OptimConfig
 from aarlib.training.methods import build_method
 from aarlib.training.objectives import next_token_ce
-from tests.runtime.engine_process import (
-    METHOD,
-    OPTIM,
-    STEPS,
-    batches,
-    bfloat16_reference,
-    other_number,
-    process,
-    reference,
-)
+from tests.runtime.engine_process import other_number, process
+from tests.runtime.plain_pytorch import METHOD, OPTIM, STEPS, batches, bfloat16_reference, reference
 from tests.tiny import FAMILIES, tiny_model
 
 
