@@ -1,5 +1,6 @@
 """Predictors fitted on an audit's development records, seed by seed, and their scores of all records. Records in, frames out."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ from aarlib.audit.predictors import (
     fit,
     predict,
 )
+
+logger = logging.getLogger("aarlib")
 
 FEATURES = ("hidden", "outputs", "gradient", "suffix")
 LOSSLESS = "credit_subspace_lossless"
@@ -45,6 +48,7 @@ def predictions(records: pd.DataFrame, num_experts: int, kinds: Sequence[Kind] =
         lossless = credit_utilities(credit_coordinates(examples.gradient, displacement), displacement)
         _put(scored[LOSSLESS], rows, lossless)
         for kind in kinds:
+            logger.info("predictors: fitting %s of seed %s on %d samples", kind, seed, len(development))
             predictor = fit(kind, development_examples(development), num_experts, int(seed))
             _put(scored[kind], rows, predict(predictor, examples))
             counts = {"num_parameters": predictor.num_parameters, "num_samples": len(development)}
