@@ -161,7 +161,8 @@ def figures(
     theme: Theme = LIGHT,
     pairs: pd.DataFrame | None = None,
 ) -> dict[str, Figure]:
-    """`maps`: sender x receiver frames by the names of TITLES; `pairs`: both maps of the heads on one prompt."""
+    """`maps`: sender x receiver frames by the names of TITLES; `pairs`: both maps of the heads on one prompt (heads of linear
+    attention have none)."""
     found = {
         "sender_maps": sender_maps(maps, theme),
         "ranked_senders": ranked_senders(tables, source, theme),
@@ -171,6 +172,8 @@ def figures(
         found["removal"] = removal(tables, theme)
     if "ioi_heads" in tables:
         found["ioi_heads"] = heads_of_the_task(tables, theme)
-        if pairs is not None and len(pairs):
-            found["ioi_maps"] = head_maps(pairs, tables["ioi_heads"].iloc[0]["head"], theme)
+        mapped = set() if pairs is None else set(pairs["name"])
+        shown = [head for head in tables["ioi_heads"]["head"] if head in mapped]
+        if pairs is not None and shown:
+            found["ioi_maps"] = head_maps(pairs, shown[0], theme)
     return found

@@ -14,6 +14,13 @@ from tests.studies.test_lens import record
 DOCS = Path(__file__).parents[2] / "docs" / "studies"
 
 
+HEAD = "attn.0.head.1"
+PAIRS = [
+    {"name": HEAD, "query": q, "key": k, "token": "ab"[q], "attention": 0.5, "influence": 0.1 * (q + k)}
+    for q, k in ((0, 0), (1, 0), (1, 1))
+]
+
+
 def test_the_page_is_what_its_results_give():
     page = (DOCS / "lens.md").read_text(encoding="utf-8")
     assert page.count("<!-- table ") > 8
@@ -67,8 +74,18 @@ def test_figures_are_drawn_from_tables():
             ]
         ),
     }
-    found = figures({name: layers.frame(name) for name in TITLES}, tables, "text")
+    shown = {name: layers.frame(name) for name in TITLES}
+    found = figures(shown, tables, "text")
     assert list(found) == ["sender_maps", "ranked_senders", "by_receiver"]
+    heads = [
+        {"head": name, "value": value, "last_variance": 0.1} for name, value in (("attn.0.head.0", 0.9), (HEAD, 0.2))
+    ]
+    tables |= {"ioi_heads": pd.DataFrame(heads)}
+    assert (
+        list(figures(shown, tables, "text", pairs=pd.DataFrame(PAIRS[:0], columns=list(PAIRS[0]))))[-1] == "ioi_heads"
+    )
+    mapped = figures(shown, tables, "text", pairs=pd.DataFrame(PAIRS))["ioi_maps"]
+    assert mapped.axes[0].get_title(loc="left") == f"{HEAD}: attention weight", "linear attention has no map"
     maps = found["sender_maps"].axes[:3]
     assert [axis.get_title(loc="left") for axis in maps][1:] == [
         "Promotion: mean positive score",
@@ -91,11 +108,7 @@ def test_figures_are_drawn_from_tables():
 
 
 def test_a_head_has_its_attention_and_its_variance_side_by_side():
-    rows = [
-        {"name": "attn.0.head.1", "query": q, "key": k, "token": "ab"[q], "attention": 0.5, "influence": 0.1 * (q + k)}
-        for q, k in ((0, 0), (1, 0), (1, 1))
-    ]
-    left, right = head_maps(pd.DataFrame(rows), "attn.0.head.1").axes[:2]
+    left, right = head_maps(pd.DataFrame(PAIRS), HEAD).axes[:2]
     assert left.get_title(loc="left") == "attn.0.head.1: attention weight"
     assert right.images[0].get_array()[1, 1] == pytest.approx(0.2) and right.images[0].get_array().mask[0, 1]
     assert [label.get_text() for label in right.get_xticklabels()] == ["a", "b"]
