@@ -49,7 +49,7 @@ demo: venv
 test: venv
 	$(BIN)/python -m pytest -m 'not gpu and not long' -n 2 --dist loadgroup $(PYTEST_ARGS)
 
-# Lost nodes, full disks, whole sweeps, populations: half an hour on two cores.
+# Killed drivers, lost nodes, full disks, whole sweeps, populations: half an hour and more on two cores.
 test-long: venv
 	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
 

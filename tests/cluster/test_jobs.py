@@ -96,6 +96,7 @@ def submitted(head: Head, variables: dict[str, str], *command: str) -> subproces
     return subprocess.run(line, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
+@pytest.mark.long
 def test_a_submitted_training_runs_and_its_log_is_followed(head: Head, tmp_path: Path) -> None:
     variables = {**head.environment, "HF_HOME": str(tmp_path / "hf")}
     storage = f"--ray.storage={tmp_path / 'runs'}"

@@ -131,6 +131,7 @@ def test_a_sweep_whose_driver_was_killed_keeps_its_finished_trials(bench: Bench,
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.long
 def test_optuna_proposes_and_asha_stops_the_worse_trial_on_what_workers_report(bench: Bench) -> None:
     """One trial at a time: the second learns nothing and is stopped at the first rung."""
     points = [{"optim.learning_rate": 1e-2}, {"optim.learning_rate": 1e-12}]

@@ -170,6 +170,7 @@ def test_a_killed_worker_changes_nothing(bench: Bench, two_workers: TrainingResu
     assert_same_history(killed, two_workers)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_killed_driver_and_a_killed_tree_change_nothing(
     bench: Bench, two_workers: TrainingResult, tmp_path: Path
@@ -178,9 +179,10 @@ def test_a_killed_driver_and_a_killed_tree_change_nothing(
     config = bench.config("orphaned")
     folder = Path(config.ray.storage) / "orphaned"
     driver = start_driver(config, tmp_path)
+    while len(orphans := train_workers(psutil.Process(driver.pid))) < 2:
+        assert driver.poll() is None
+        time.sleep(0.1)
     wait_for(folder / RUN / "rows.jsonl", 5, driver)
-    orphans = train_workers(psutil.Process(driver.pid))
-    assert len(orphans) == 2
     for orphan in orphans:
         orphan.suspend()
     driver.kill()
