@@ -12,11 +12,14 @@ PREFIX = "bench_"
 
 
 def read_records(folder: Path) -> dict[str, Record]:
-    """By bench: the files bench_<name>.json of `folder`. ValueError for one of another bench, or of a tiny model."""
+    """By name: the files bench_<bench>.json and bench_<bench>_<part>.json of `folder`, the part measured on its own.
+
+    ValueError for one of another bench, or of a tiny model.
+    """
     found = {}
     for path in sorted(folder.glob(f"{PREFIX}*.json")):
         record, name = json.loads(path.read_text(encoding="utf-8")), path.stem.removeprefix(PREFIX)
-        if record.get("bench") != name:
+        if record.get("bench") != name.partition("_")[0]:
             raise ValueError(
                 f"{path}: holds bench {record.get('bench')!r}; store it as bench_{record.get('bench')}.json"
             )
@@ -31,19 +34,21 @@ def filled(page: str, records: Mapping[str, Record]) -> str:
 
     def block(match: re.Match[str]) -> str:
         record = records.get(match["name"])
-        return match[0] if record is None else f"{match[1]}{rendered(record)}\n{match[3]}"
+        return match[0] if record is None else f"{match[1]}{rendered(record, match['name'])}\n{match[3]}"
 
     return _BLOCK.sub(block, page)
 
 
-def rendered(record: Record) -> str:
-    """Where and how it was measured, the claims, what was equal beforehand, and the picture of a bench by length."""
+def rendered(record: Record, name: str) -> str:
+    """Where and how it was measured, the claims, what was equal beforehand, and the picture of a whole bench by length."""
     lines = [described(record), "", _claims(record["claims"]), "", _equal(record["equal"])]
     for name, why in record["skipped"].items():
         lines += ["", f"Skipped: {name}: {why}."]
     rows = [row for row in record["details"].values() if "memory_gib" in row]
     if rows:
-        lines += ["", _peaks(rows), "", f"![By sequence length](studies/figures/bench_{record['bench']}.png)"]
+        lines += ["", _peaks(rows)]
+    if rows and name == record["bench"]:
+        lines += ["", f"![By sequence length](studies/figures/bench_{name}.png)"]
     return "\n".join(lines)
 
 

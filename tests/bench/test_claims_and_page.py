@@ -91,7 +91,7 @@ def test_an_eager_run_that_is_out_of_memory_is_said_and_shown(here, monkeypatch,
     [row] = bench.lengths_in(record)
     assert row["memory_gib"]["eager"] is None and row["memory_gib"]["ours"] >= 0
     assert "ours" in row["turns"] and not any(name.startswith("eager") for name in row["turns"])
-    assert "out of memory |" in rendered(record) and out.with_suffix(".png").stat().st_size > 1000
+    assert "out of memory |" in rendered(record, "capture") and out.with_suffix(".png").stat().st_size > 1000
 
 
 def test_levels_of_the_lens_are_compared_on_three_receivers_each(here):
@@ -130,5 +130,5 @@ def test_the_pages_show_the_stored_records():
         text = page.read_text(encoding="utf-8")
         assert text.count("<!-- bench ") == text.count("<!-- end bench -->") > 0
         assert filled(text, records) == text, "run python -m pipelines.bench page"
-        for record in records.values():
-            assert f"<!-- bench {record['bench']} -->" not in text or rendered(record) in text
+        for name, record in records.items():
+            assert f"<!-- bench {name} -->" not in text or rendered(record, name) in text
