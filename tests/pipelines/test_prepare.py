@@ -153,14 +153,19 @@ hub_rows = 30
 """
 
 
+def write_config(path, hub, split, head, rest):
+    """Of texts of `hub` that are ingested beside it; `head` opens the table of domains, `rest` follows them."""
+    path.write_text(HUB_TEXTS.format(head=head, folder=path.parent, hub=hub, split=split, rest=rest))
+    return path
+
+
 def ingested(folder):
     return [row["text"] for path in sorted(folder.glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
 
 
 def test_the_texts_of_a_training_are_ingested_by_configuration_split_column_and_rows(tmp_path, hub, capsys):
-    path = tmp_path / "run.toml"
     head, rest = "[data]\nheld_out = 0.1\ntest = 0.2\n[data", '[method.fdaa]\nname = "fdaa"\nlayers = [7]'
-    path.write_text(HUB_TEXTS.format(head=head, folder=tmp_path, hub=hub, split="train", rest=rest))
+    path = write_config(tmp_path / "run.toml", hub, "train", head, rest)
     main([str(path), "--dry-run"])
     assert f"would ingest {hub} into {tmp_path}/train/*.parquet" in capsys.readouterr().out
     assert not (tmp_path / "train").exists()
@@ -176,9 +181,7 @@ def test_the_texts_of_a_training_are_ingested_by_configuration_split_column_and_
 
 
 def test_the_texts_of_a_study_are_ingested_too(tmp_path, hub, capsys):
-    path = tmp_path / "study.toml"
-    head, rest = '[fdaa]\nruns = ["texts"]\n[fdaa', "trained_on = false"
-    path.write_text(HUB_TEXTS.format(head=head, folder=tmp_path, hub=hub, split="test", rest=rest))
+    path = write_config(tmp_path / "study.toml", hub, "test", '[fdaa]\nruns = ["texts"]\n[fdaa', "trained_on = false")
     main([str(path), "--dry-run"])
     assert f"would ingest {hub} into {tmp_path}/test/*.parquet" in capsys.readouterr().out
     main([str(path)])
@@ -188,9 +191,8 @@ def test_the_texts_of_a_study_are_ingested_too(tmp_path, hub, capsys):
 
 
 def test_a_column_of_ingested_shards_is_refused(tmp_path, hub, capsys):
-    path = tmp_path / "run.toml"
-    head, rest = "[data", 'column = "sentence"\n[method.fdaa]\nname = "fdaa"\nlayers = [7]'
-    path.write_text(HUB_TEXTS.format(head=head, folder=tmp_path, hub=hub, split="train", rest=rest))
+    rest = 'column = "sentence"\n[method.fdaa]\nname = "fdaa"\nlayers = [7]'
+    path = write_config(tmp_path / "run.toml", hub, "train", "[data", rest)
     with pytest.raises(SystemExit):
         main([str(path)])
     assert "column = 'sentence': ingested shards name it `text`; set hub_column instead" in capsys.readouterr().err
