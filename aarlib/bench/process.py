@@ -7,6 +7,7 @@ import ctypes
 import gc
 import importlib
 import json
+import math
 import os
 import resource
 import statistics
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 GIB = 2**30
+TURN_S = 0.25
+"""Least length of a turn: a call of a few milliseconds alone is mostly what the machine does beside it."""
 NO_MEMORY = ("can't allocate memory", "out of memory")
 
 
@@ -37,16 +40,20 @@ class OutOfMemory(NamedTuple):
 
 
 def take_turns(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, Turns]:
-    """One warm-up each, then `rounds` rounds in which every call has its turn."""
-    turns = {name: Turns([], []) for name in calls}
-    for call in calls.values():
+    """Two warm-ups each, then `rounds` rounds in which every call has its turn: the mean of as many calls as fill TURN_S."""
+    turns, repeats = {name: Turns([], []) for name in calls}, dict.fromkeys(calls, 1)
+    for name, call in calls.items():
         call()
+        wall = time.perf_counter()
+        call()
+        repeats[name] = max(1, math.ceil(TURN_S / (time.perf_counter() - wall)))
     for _ in range(rounds):
         for name, call in calls.items():
             wall, cpu = time.perf_counter(), time.process_time()
-            call()
-            turns[name].cpu.append(time.process_time() - cpu)
-            turns[name].wall.append(time.perf_counter() - wall)
+            for _ in range(repeats[name]):
+                call()
+            turns[name].cpu.append((time.process_time() - cpu) / repeats[name])
+            turns[name].wall.append((time.perf_counter() - wall) / repeats[name])
     return turns
 
 

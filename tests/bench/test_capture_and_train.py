@@ -1,8 +1,10 @@
 """The benches of this package at tiny sizes: ways that agree, turns, memory, out of memory, the files they write."""
 
 import json
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -96,10 +98,17 @@ def moved(bench, model):
     return found
 
 
-def test_turns_alternate_and_ratios_are_paired():
+def test_turns_alternate_last_and_ratios_are_paired(monkeypatch):
+    monkeypatch.setattr("aarlib.bench.process.TURN_S", 0.05)
     order = []
-    turns = take_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2)
-    assert "".join(order) == "ababab" and len(turns["a"].wall) == 2
+
+    def call(name: str, seconds: float) -> None:
+        order.append(name)
+        time.sleep(seconds)
+
+    turns = take_turns({"a": lambda: call("a", 0.01), "b": lambda: call("b", 0.06)}, 2)
+    assert re.fullmatch("aabb(a{2,}b){2}", "".join(order)) and len(turns["a"].wall) == 2
+    assert 0.01 <= turns["a"].seconds < turns["b"].seconds, "of one call, not of the turn"
     assert ratios([2, 4, 9], [1, 2, 3]) == (2, 2, 3)
 
 
