@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,28 +101,38 @@ def test_bad_and_crashed_trials_and_a_restored_sweep(bench: Bench) -> None:
         sweep(base, edited, "window")
 
 
+WINDOWS = "method.aar.window"
+ONE_AT_A_TIME = {"ray.num_workers": 1, "ray.cpus_per_worker": 5, "optim.max_steps": 3}
+
+
 def sweep_windows(config: RunConfig) -> Any:
-    study = Study(
-        space={"method.aar.window": tune.grid_search([2, 4, 8])},
-        fixed={"ray.num_workers": 1, "ray.cpus_per_worker": 2, "optim.max_steps": 3},
-    )
+    return sweep(config, Study(space={WINDOWS: tune.grid_search([2, 4, 8])}, fixed=ONE_AT_A_TIME), "windows")
+
+
+def propose_windows(config: RunConfig) -> Any:
+    search = partial(OptunaSearch, seed=0, points_to_evaluate=[{WINDOWS: window} for window in (2, 4, 8)])
+    study = Study(space={WINDOWS: tune.choice([2, 4, 8])}, fixed=ONE_AT_A_TIME, num_samples=3, search=search)
     return sweep(config, study, "windows")
 
 
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_sweep_whose_driver_was_killed_keeps_its_finished_trials(bench: Bench, tmp_path: Path) -> None:
-    config = bench.config("orphaned")
-    trials = bench.storage / "orphaned-windows" / "trials"
-    driver = start_driver(config, tmp_path, "from tests.runtime.test_sweep import sweep_windows as run")
+@pytest.mark.parametrize("run", [sweep_windows, propose_windows])
+def test_a_sweep_whose_driver_was_killed_keeps_its_finished_trials(
+    bench: Bench, tmp_path: Path, run: Callable[[RunConfig], Any]
+) -> None:
+    """On a grid; and proposed by Optuna, which goes on where it was: it has three points and then its own."""
+    config = bench.config(f"orphaned_{run.__name__}")
+    trials = bench.storage / f"{config.name}-windows" / "trials"
+    driver = start_driver(config, tmp_path, f"from tests.runtime.test_sweep import {run.__name__} as run")
     while not (before := {path: path.stat().st_mtime_ns for path in trials.glob("*/*/result.json")}):
         assert driver.poll() is None, (tmp_path / "driver.log").read_text()[-2000:]
         time.sleep(0.1)
     driver.kill()
     driver.wait()
     assert len(before) < 3
-    result = sweep_windows(config)
+    result = run(config)
     assert result.sweep.trials["status"].tolist() == ["finished"] * 3
     assert sorted(result.sweep.trials["method.aar.window"]) == [2, 4, 8]
     assert {path: path.stat().st_mtime_ns for path in before} == before
