@@ -1,6 +1,7 @@
 """Search over config values with Ray Tune: a study of tune_spaces on a run config. Taken up again, it keeps finished trials."""
 
 import logging
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"\n{as_text(sweep_display(sweep_table(result.sweep)))}\n\nbest: {result.best}")
+    print(f"\n{as_text(sweep_display(sweep_table(result.sweep)))}")
+    flags = shlex.join(f"--{path}={value}" for path, value in result.best.items())
+    print(f"\nbest: {flags}")
     print(f"run directory: {result.folder}\nMLflow:        {result.tracking.ui_command()}")
     for problem in result.problems:
         print(f"MLflow refused: {problem}", file=sys.stderr)

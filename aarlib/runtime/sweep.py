@@ -74,7 +74,8 @@ def sweep(config: RunConfig, study: Study, name: str) -> SweepResult:
             files = (folder / file for file in ("results.csv", "results.json", STUDY, FIGURE))
             artifacts = tuple(path for path in files if path.is_file())
             problems += tracking.finish(tracked, status, {}, artifacts, stopped)
-    best = {path: trials.iloc[0][path] for path in study.space}
+    first = trials.to_dict("records")[0]
+    best = {path: first[path] for path in study.space}
     return SweepResult(folder, Sweep(name, trials), best, tracked, tuple(problems))
 
 
@@ -217,7 +218,7 @@ def _collect(base: RunConfig, study: Study, folder: Path, grid: tune.ResultGrid)
         row = {"trial": Path(result.path).name.rpartition("_")[2], "status": status}
         keys = (METRIC, "against_untouched", "low", "high", "step0_ce", "num_trainable", "wall_s")
         scores = {key.replace("/", "_"): metrics.get(key) for key in keys}
-        rows.append({**row, **scores, "problem": problem, **{path: params.get(path) for path in study.space}})
+        rows.append({**row, **scores, "problem": problem, **{path: _plain(params.get(path)) for path in study.space}})
         if problem is not None:
             logger.warning("trial %s: %s", row["trial"], problem)
     rows.sort(key=lambda row: (row["status"] != "finished", row["status"], row["held_out_ce"] or 0.0))
@@ -230,6 +231,11 @@ def _collect(base: RunConfig, study: Study, folder: Path, grid: tune.ResultGrid)
             f"{base.name}: none of {len(rows)} trials finished{within}; see the warnings above and {folder}"
         )
     return table
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: a space's tuple is a list in what Tune restores."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _problem(result: tune.Result) -> str | None:

@@ -101,17 +101,21 @@ def test_bad_and_crashed_trials_and_a_restored_sweep(bench: Bench) -> None:
         sweep(base, edited, "window")
 
 
-WINDOWS = "method.aar.window"
+WINDOWS, LAYERS = "method.aar.window", "method.aar.layers"
 ONE_AT_A_TIME = {"ray.num_workers": 1, "ray.cpus_per_worker": 5, "optim.max_steps": 3}
 
 
 def sweep_windows(config: RunConfig) -> Any:
-    return sweep(config, Study(space={WINDOWS: tune.grid_search([2, 4, 8])}, fixed=ONE_AT_A_TIME), "windows")
+    space = {WINDOWS: tune.grid_search([2, 4, 8]), LAYERS: tune.grid_search([(1, 2)])}
+    return sweep(config, Study(space=space, fixed=ONE_AT_A_TIME), "windows")
 
 
 def propose_windows(config: RunConfig) -> Any:
-    search = partial(OptunaSearch, seed=0, points_to_evaluate=[{WINDOWS: window} for window in (2, 4, 8)])
-    study = Study(space={WINDOWS: tune.choice([2, 4, 8])}, fixed=ONE_AT_A_TIME, num_samples=3, search=search)
+    search = partial(
+        OptunaSearch, seed=0, points_to_evaluate=[{WINDOWS: window, LAYERS: (1, 2)} for window in (2, 4, 8)]
+    )
+    space = {WINDOWS: tune.choice([2, 4, 8]), LAYERS: tune.choice([(1, 2)])}
+    study = Study(space=space, fixed=ONE_AT_A_TIME, num_samples=3, search=search)
     return sweep(config, study, "windows")
 
 
@@ -134,7 +138,7 @@ def test_a_sweep_whose_driver_was_killed_keeps_its_finished_trials(
     assert len(before) < 3
     result = run(config)
     assert result.sweep.trials["status"].tolist() == ["finished"] * 3
-    assert sorted(result.sweep.trials["method.aar.window"]) == [2, 4, 8]
+    assert sorted(result.sweep.trials[WINDOWS]) == [2, 4, 8] and result.sweep.trials[LAYERS].tolist() == [[1, 2]] * 3
     assert {path: path.stat().st_mtime_ns for path in before} == before
     client = tracking._client(result.tracking.uri)
     assert not client.search_runs([result.tracking.experiment_id], "attributes.status = 'RUNNING'")
