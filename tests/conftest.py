@@ -59,14 +59,9 @@ def shared_data() -> Path:
 def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """One Ray of 8 CPUs for the session, on loopback, with the dashboard: without it Tune leaks placement groups."""
     ray = pytest.importorskip("ray")
-    ray.init(
-        address="local",
-        num_cpus=8,
-        include_dashboard=True,
-        dashboard_host="127.0.0.1",
-        log_to_driver=True,
-        runtime_env={"env_vars": RAY_ENVIRONMENT},
-    )
+    from aarlib.runtime.cluster import start_local
+
+    start_local(num_cpus=8, runtime_env={"env_vars": RAY_ENVIRONMENT})
     yield ray
     ray.shutdown()
 

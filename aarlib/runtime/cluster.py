@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -17,6 +18,8 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 """report() waits for a health check (2 s by default); start-ups may be slow on a busy machine."""
+
+DASHBOARD_VARIABLE = "RAY_API_SERVER_ADDRESS"
 
 
 class HasAddress(Protocol):
@@ -37,13 +40,34 @@ def connect(config: HasAddress) -> None:
     if address and address != "local":
         ray.init(address=address, log_to_driver=True)
         return
-    ray.init(
-        address="local",
-        include_dashboard=True,
-        dashboard_host="127.0.0.1",
-        _node_ip_address="127.0.0.1",
-        log_to_driver=True,
-    )
+    start_local()
+
+
+def start_local(**settings: Any) -> None:
+    """A Ray of this process's own on loopback, which ends with it; `settings` are more of ray.init's.
+
+    Its actors ask its dashboard which others live. They are told where it is: Ray itself looks where the last `ray start` of this
+    machine left an address, which may be another cluster's or that of one long gone.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    before = os.environ.get(DASHBOARD_VARIABLE)
+    os.environ[DASHBOARD_VARIABLE] = f"http://127.0.0.1:{port}"
+    try:
+        ray.init(
+            address="local",
+            include_dashboard=True,
+            dashboard_host="127.0.0.1",
+            dashboard_port=port,
+            _node_ip_address="127.0.0.1",
+            log_to_driver=True,
+            **settings,
+        )
+    finally:
+        os.environ.pop(DASHBOARD_VARIABLE)
+        if before is not None:
+            os.environ[DASHBOARD_VARIABLE] = before
 
 
 def needed(config: RayConfig) -> dict[str, float]:

@@ -1,4 +1,10 @@
-"""A worker group that no cluster of these nodes can ever hold is refused; one that fits is not."""
+"""A worker group that no cluster of these nodes can ever hold is refused; one that fits is not. A local Ray finds itself."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +57,35 @@ def test_a_group_that_would_wait_for_ever(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         check_fits(ray_config(**values), nodes)
+
+
+OWN_STATE = """
+import ray
+from ray.util.state import get_actor
+from aarlib.runtime.cluster import connect
+from aarlib.training.config import RayConfig
+
+@ray.remote(num_cpus=0)
+class Actor:
+    def state(self):
+        return get_actor(ray.get_runtime_context().get_actor_id()).state
+
+connect(RayConfig())
+print("actor:", ray.get(Actor.remote().state.remote()))
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_actors_of_a_local_ray_ask_their_own_dashboard_and_not_a_cluster_long_gone() -> None:
+    """Where a killed `ray start` left its address, which is where Ray looks first."""
+    with tempfile.TemporaryDirectory(
+        dir="/tmp", ignore_cleanup_errors=True
+    ) as folder:  # sockets allow short paths only
+        gone = Path(folder, "ray", "ray_current_cluster")
+        gone.parent.mkdir()
+        gone.write_text("127.0.0.1:9")
+        environment = {**os.environ, "RAY_TMPDIR": folder}
+        environment.pop("RAY_ADDRESS", None)
+        ran = subprocess.run([sys.executable, "-c", OWN_STATE], env=environment, capture_output=True, text=True)
+    assert "actor: ALIVE" in ran.stdout, ran.stderr[-2000:]
