@@ -102,7 +102,7 @@ def test_bad_and_crashed_trials_and_a_restored_sweep(bench: Bench) -> None:
 
 
 WINDOWS, LAYERS = "method.aar.window", "method.aar.layers"
-ONE_AT_A_TIME = {"ray.num_workers": 1, "ray.cpus_per_worker": 5, "optim.max_steps": 3}
+ONE_AT_A_TIME = {"ray.num_workers": 1, "ray.cpus_per_worker": 2, "optim.max_steps": 3}
 
 
 def sweep_windows(config: RunConfig) -> Any:
