@@ -24,7 +24,7 @@ from aarlib.report.figures import DARK  # noqa: E402
 from aarlib.report.records import Sweep  # noqa: E402
 from aarlib.report.sweep_figures import sweep_overview  # noqa: E402
 from aarlib.runtime import tracking  # noqa: E402
-from aarlib.runtime.sweep import check_sweep, sweep, trial_name  # noqa: E402
+from aarlib.runtime.sweep import _plain, check_sweep, sweep, trial_name  # noqa: E402
 from aarlib.runtime.tune_study import Study, asha  # noqa: E402
 from aarlib.training.config import RunConfig  # noqa: E402
 
@@ -234,6 +234,11 @@ def test_a_trial_of_48_layers_has_a_short_name_without_its_parameters() -> None:
         trial_dirname_creator=trial_name,
     )
     assert str(trial) == trial.custom_dirname == "trial_0a1b2_00003"
+
+
+def test_values_of_a_space_are_written_as_json_has_them() -> None:
+    """A space's tuple is a list once Tune has restored it: a table shows both alike."""
+    assert _plain((1, 2)) == _plain([1, 2]) == [1, 2] and _plain(0.5) == 0.5 and _plain(None) is None
 
 
 def test_the_figure_shows_numbers_layers_and_stopped_trials() -> None:
