@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-from aarlib.runtime.run_directory import check_claim, held, run_directory
+from aarlib.runtime.run_directory import check_claim, held, update
 from aarlib.training.config import RunConfig
 from pipelines.command_line import parse_verb
 
@@ -46,7 +46,7 @@ def describe(config: RunConfig) -> str:
     from aarlib.runtime.evaluation import find_adapters, find_tasks
 
     check_claim(config)
-    adapters = find_adapters(config, run_directory(config))
+    adapters = find_adapters(config, update(config))
     with tempfile.TemporaryDirectory() as folder:
         source = find_tasks(config.evaluate, folder)
     return f"tasks: {', '.join(source.names)}\nmodels: {', '.join(adapter.name for adapter in adapters)}"

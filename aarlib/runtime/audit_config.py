@@ -17,9 +17,7 @@ class ActorsConfig(Config):
     address: str | None = None
     """Ray address; None starts a local Ray, or joins the one that `ray job submit` provides."""
     storage: str = "runs"
-    """Folder under which the run directory is made."""
-    mirror: str | None = None
-    """URI (s3://, gs://) under which a copy of the run directory is kept, and read where the folder is missing."""
+    """Where the run directory is made: a folder, or a URI (s3://, gs://) that is worked in below $AARLIB_SCRATCH."""
 
 
 class AuditRunConfig(Config):

@@ -11,8 +11,10 @@ import pandas as pd
 from aarlib.moe.loading import load_model, load_tokenizer
 from aarlib.runtime.harness import HarnessSettings, score
 from aarlib.runtime.harness_tasks import TaskSource, resolve_tasks, task_manager
+from aarlib.runtime.storage import located
 from aarlib.runtime.tracking import record_scores
 from aarlib.runtime.units import Resources, Unit, run_units
+from aarlib.runtime.writer import adapter_folder
 from aarlib.training.adapter import fingerprint, load_adapter, read_metadata
 from aarlib.training.config import EvaluateConfig, ModelConfig, RunConfig
 
@@ -50,9 +52,9 @@ def evaluate(config: RunConfig, run_dir: str | Path) -> Evaluation:
     adapters = find_adapters(config, run_dir)
     source = find_tasks(config.evaluate, folder)
     units = [
-        {"id": f"{name}.{task}", "adapter": name, "path": path, "sha256": digest, "task": task}
+        {"id": f"{name}.{task}", "adapter": name, "sha256": digest, "task": task}
         for task in source.names
-        for name, path, digest, _ in adapters
+        for name, digest, _ in adapters
     ]
     settings = {
         "model": config.model.model_dump(mode="json"),
@@ -67,6 +69,7 @@ def evaluate(config: RunConfig, run_dir: str | Path) -> Evaluation:
         Evaluator,
         folder,
         settings=settings,
+        place={"storage": located(config.ray.storage), "name": config.name},
         num_actors=config.evaluate.num_actors,
         resources=resources,
         label="evaluate",
@@ -87,7 +90,10 @@ class Evaluator:
         harness: Mapping[str, Any],
         gpus: float,
         base_fingerprint: str,
+        storage: str,
+        name: str,
     ):
+        self._storage, self._name = storage, name
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         self._manager = task_manager(TaskSource(**source))
         self._settings = HarnessSettings(**harness)
@@ -99,7 +105,10 @@ class Evaluator:
             )
 
     def __call__(self, unit: Unit) -> pd.DataFrame:
-        handle = load_adapter(self._model, unit["path"]) if unit["path"] else None
+        handle = None
+        if unit["sha256"] is not None:
+            name = f"{self._name}/{unit['adapter']}/adapter"
+            handle = load_adapter(self._model, adapter_folder(self._storage, name, unit["sha256"]))
         try:
             frame = score(self._model, self._tokenizer, unit["task"], self._manager, self._settings)
         finally:
@@ -123,7 +132,6 @@ def load_base(config: ModelConfig, gpus: float) -> tuple[Any, Any]:
 
 class Adapter(NamedTuple):
     name: str
-    path: str | None = None
     sha256: str | None = None
     base_fingerprint: str | None = None
 
@@ -137,7 +145,7 @@ def find_adapters(config: RunConfig, run_dir: str | Path) -> list[Adapter]:
             logger.warning("%s has no adapter yet; it is not evaluated", run.name)
             continue
         metadata = read_metadata(folder)
-        adapters.append(Adapter(run.name, str(folder.resolve()), metadata["sha256"], metadata["base_fingerprint"]))
+        adapters.append(Adapter(run.name, metadata["sha256"], metadata["base_fingerprint"]))
     if len(adapters) == 1:
         raise ValueError(f"{run_dir} holds no adapter; run `python -m pipelines.train` with this config first")
     return adapters

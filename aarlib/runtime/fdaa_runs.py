@@ -3,10 +3,11 @@
 import json
 import os
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from aarlib.runtime.fdaa_config import FDAAStudyConfig
+from aarlib.runtime.run_directory import update
+from aarlib.runtime.storage import storage_folder
 from aarlib.runtime.text_corpus import find_texts
 from aarlib.training.adapter import read_metadata
 from aarlib.training.config import RunConfig
@@ -14,8 +15,8 @@ from aarlib.version import made_with
 
 
 def find_adapters(config: FDAAStudyConfig, name: str) -> list[dict[str, Any]]:
-    """The adapters of a run directory, by path, method and seed; a ValueError where its splits are not the study's."""
-    folder = Path(config.ray.storage).expanduser().resolve() / name
+    """The adapters of a run directory, by path below ray.storage, method and seed; a ValueError where it has other splits."""
+    folder = update(config.updated({"name": name}))
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"fdaa.runs: {folder} is no run directory; run `python -m pipelines.train` with its config first"
@@ -35,7 +36,7 @@ def find_adapters(config: FDAAStudyConfig, name: str) -> list[dict[str, Any]]:
             raise ValueError(f"fdaa.runs: {name} has no adapter of {run.name} yet; finish its training first")
         found.append(
             {
-                "path": str(path),
+                "path": f"{name}/{run.name}/adapter",
                 "method": run.method.name,
                 "seed": run.seed,
                 "layers": list(getattr(run.method, "layers", ())),
@@ -73,7 +74,7 @@ def _place(path: str) -> str:
 
 def describe_training(config: FDAAStudyConfig, name: str) -> dict[str, Any]:
     """Of a run directory: windows seen of each text and passes over them, tokens of a head, CE on development windows."""
-    folder = Path(config.ray.storage).expanduser().resolve() / name
+    folder = storage_folder(config.ray.storage) / name
     trained = RunConfig.from_mapping(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     results = {
         run: json.loads((folder / run.name / "result.json").read_text(encoding="utf-8")) for run in trained.runs()

@@ -24,8 +24,10 @@ from aarlib.runtime.evaluation import load_base
 from aarlib.runtime.fdaa_config import FDAAConfig, FDAAStudyConfig
 from aarlib.runtime.fdaa_runs import find_adapters
 from aarlib.runtime.population import enable_only
+from aarlib.runtime.storage import located
 from aarlib.runtime.text_corpus import documents_of, find_texts
 from aarlib.runtime.units import Resources, Unit, run_units
+from aarlib.runtime.writer import adapter_folder
 from aarlib.training.adapter import load_adapter
 from aarlib.training.config import ModelConfig
 from aarlib.training.objectives import RowCE, next_token_ce
@@ -82,6 +84,7 @@ def study(config: FDAAStudyConfig, folder: Path) -> pd.DataFrame:
         Evaluator,
         folder,
         settings=settings,
+        place={"storage": located(config.ray.storage)},
         num_actors=config.ray.num_actors,
         resources=resources,
         label="study",
@@ -95,7 +98,8 @@ def study(config: FDAAStudyConfig, folder: Path) -> pd.DataFrame:
 class Evaluator:
     """The worker of `run_units`: holds the base, loads the heads of a run for each unit."""
 
-    def __init__(self, model: Mapping[str, Any], fdaa: Mapping[str, Any], gpus: float) -> None:
+    def __init__(self, model: Mapping[str, Any], fdaa: Mapping[str, Any], gpus: float, storage: str) -> None:
+        self._storage = storage
         config = ModelConfig.from_mapping(model)
         self._model, self._tokenizer = load_base(config, gpus)
         if config.adapter is not None:
@@ -127,7 +131,8 @@ class Evaluator:
             arms.append(Arm(name, 0, handles[-1]))
         for adapter in adapters:
             enable_only(None, handles)
-            handle = load_adapter(self._model, adapter["path"], method=adapter["method"])
+            folder = adapter_folder(self._storage, adapter["path"], adapter["sha256"])
+            handle = load_adapter(self._model, folder, method=adapter["method"])
             assert isinstance(handle, AggregationHandle)
             handles.append(handle)
             if adapter["method"] == "static_calibrator":

@@ -1,4 +1,8 @@
-"""A copy of a run directory in an object store (`ray.mirror`): kept up while a verb holds it, read where the folder lacks."""
+"""A run directory whose `ray.storage` is a URI: the object store has it, a folder on this machine is worked in and pushed.
+
+One driver at a time may push (its session stands in STAMP); beside it, a worker group that writes from another node pushes what
+it writes (WRITER, see aarlib.runtime.writer), and is collected by the driver.
+"""
 
 import json
 import logging
@@ -10,154 +14,277 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
+import psutil
 import pyarrow.fs as pafs
 
 from aarlib.config import read_json_object, write_text_atomically
 from aarlib.data.conversations import open_location
+from aarlib.runtime.storage import is_uri, storage_folder
 
 logger = logging.getLogger("aarlib")
 
-STAMP = ".mirror.json"
-"""Here and there: which session wrote last, so that neither side overwrites what it has not seen."""
+STAMP, WRITER = ".mirror.json", ".writer.json"
+"""Who pushes into this folder of the store: a driver (also noted in the working copy), a worker group on another node."""
 PUSH_EVERY_S = 60.0
 EXPIRES_S = 5 * PUSH_EVERY_S
-LEFT_OUT = "ray_train"
-"""Ray's own state, which no start reads again."""
+"""A session that was not renewed for so long has ended."""
+POLL_S = 5.0
+LEFT_OUT = ("ray_train", "prefix_cache")
+"""Folders that no start reads again: Ray's own state, and what can be computed again."""
 
 
 class Mirror:
-    """`folder` beside its copy under `uri`/<name of the folder>; a URI keeps its options (`s3://bucket/runs?region=...`)."""
+    """Run `name` under `storage`, and its working copy; a URI keeps its options (`s3://bucket/runs?region=...`)."""
 
-    def __init__(self, uri: str, folder: Path) -> None:
-        base, separator, options = uri.partition("?")
-        self.uri = f"{base.rstrip('/')}/{folder.name}"
-        self.folder = folder
+    def __init__(self, storage: str, name: str) -> None:
+        base, separator, options = storage.partition("?")
+        self.uri = f"{base.rstrip('/')}/{name}"
+        self.folder = storage_folder(storage) / name
         try:
             self._store, self._root = open_location(self.uri + separator + options)
         except (OSError, ValueError) as error:
-            raise ValueError(f"ray.mirror = {uri!r} cannot be opened: {error}; check URI and credentials") from error
+            raise ValueError(
+                f"ray.storage = {storage!r} cannot be opened: {error}; check URI and credentials"
+            ) from error
         self._pushed: dict[str, tuple[int, int]] = {}
-        self._session = ""
+        self._mark, self._session, self._me = "", "", _me()
+        self._pushing = threading.Lock()
 
-    def pull(self) -> int:
-        """Copy what the store has into the folder; the number of files. Each is renamed into place when complete."""
-        files = self._stored()
+    def update(self) -> bool:
+        """Bring the working copy to the state of the store, where another machine has written that since; whether it had."""
+        there, here = self._read(STAMP), self._sessions_here()
+        session = None if there is None else there["session"]
+        if session in here:
+            return False
+        if session is None:
+            raise ValueError(
+                f"ray.storage: {self.uri} is gone, its working copy {self.folder} is not; remove that too to start afresh, or "
+                "choose another name"
+            )
+        count = self.pull(exact=True)
+        self._note(session, session)
+        logger.info("%d files from %s", count, self.uri)
+        return True
+
+    def pull(self, below: str = "", exact: bool = False) -> int:
+        """Copy what the store has `below` into the folder, each file renamed into place when complete; the number of files.
+
+        `exact`: remove what the store has not.
+        """
+        files = [name for name in self._stored() if name.startswith(below)]
         for name in files:
             target = self.folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            temporary = target.with_name(f".{target.name}.tmp")
+            temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
             with self._store.open_input_stream(f"{self._root}/{name}") as source, temporary.open("wb") as sink:
                 shutil.copyfileobj(source, sink)
             temporary.replace(target)
-        if files:
-            write_text_atomically(self.folder / STAMP, json.dumps(self._stamp()))
+        if exact:
+            for name in {name for name in self._local() if name.startswith(below)} - {*files}:
+                (self.folder / name).unlink()
         return len(files)
 
     def open(self) -> None:
-        """Begin a session of pushes; a ValueError where another one is going on, or has written what is not here."""
-        there = self._stamp()
-        if there is not None:
-            age = time.time() - there["time"]
-            if age < EXPIRES_S and there["who"] != _me():
-                raise ValueError(
-                    f"ray.mirror: {self.uri} is in use by {there['who']} ({age:.0f} s ago); wait for it, or choose another name"
-                )
-            here = read_json_object(self.folder / STAMP) if (self.folder / STAMP).is_file() else {}
-            if here.get("session") != there["session"]:
-                raise ValueError(
-                    f"ray.mirror: {self.uri} was last written by {there['who']}, from another folder than {self.folder}; move "
-                    "this folder away, and the run is read from the copy, or choose another name"
-                )
-        self._session = uuid.uuid4().hex
-        self._pushed = dict.fromkeys(self._stored(), (0, 0))
+        """Begin this process's session of pushes; a ValueError where another one goes on pushing."""
+        self._wait_for_others()
+        is_fresh = self.update()
+        self.collect()
+        self._pushed = self._local() if is_fresh else dict.fromkeys(self._stored(), (0, 0))
+        self._begin(STAMP)
         self.push()
-        write_text_atomically(self.folder / STAMP, json.dumps({"session": self._session}))
+        self._note(self._session, self._session)
+
+    def take(self) -> None:
+        """Begin to push what a worker group writes on this node, from an exact copy of the store; ends one before it."""
+        self.pull(exact=True)
+        self._pushed = self._local()
+        self._begin(WRITER)
+
+    def collect(self) -> None:
+        """Read what worker groups on other nodes wrote here or below, and end their right to write."""
+        for path in self._paths():
+            if PurePosixPath(path).name == WRITER:
+                self.pull(below=path.removesuffix(WRITER))
+                self._delete(path)
 
     def push(self, last: bool = False) -> int:
         """Copy what changed, oldest first, so that a file that declares something finished follows what it declares; remove what
-        is gone here. The number of files copied."""
-        self._write(STAMP, {"session": self._session, "who": _me(), "time": 0.0 if last else time.time()})
-        found = self._local()
-        changed = sorted(
-            (name for name in found if self._pushed.get(name) != found[name]), key=lambda name: found[name]
-        )
-        for name in changed:
-            self._write(name, self.folder / name)
-        for name in sorted({*self._pushed} - {*found}):
-            self._store.delete_file(f"{self._root}/{name}")
-        self._pushed = found
-        return len(changed)
+        is gone here. The number of files copied. A ValueError where another session has taken over."""
+        with self._pushing:
+            there = self._read(self._mark)
+            if there is None or there["session"] != self._session:
+                raise ValueError(
+                    f"ray.storage: {self.uri} was taken over by another process; nothing more is written to it"
+                )
+            self._stamp(ended=last)
+            found = self._local()
+            changed = [
+                name for name in sorted(found, key=lambda name: found[name]) if self._pushed.get(name) != found[name]
+            ]
+            for name in changed:
+                try:
+                    self._write(name, (self.folder / name).read_bytes())
+                except FileNotFoundError:
+                    if (self.folder / name).exists():
+                        raise
+                    del found[name]
+            for name in sorted({*self._pushed} - {*found}):
+                self._delete(name)
+            self._pushed = found
+            return len(changed)
 
-    def _stamp(self) -> dict[str, Any] | None:
-        path = f"{self._root}/{STAMP}"
+    def try_push(self) -> None:
+        """A push whose failure is reported, and made up by the next one."""
+        try:
+            self.push()
+        except OSError as error:
+            logger.warning("%s was not copied to %s: %s", self.folder, self.uri, error)
+
+    @contextmanager
+    def pushing(self) -> Iterator[None]:
+        """Push every minute, and at the end; that one raises where it fails."""
+        ended = threading.Event()
+
+        def push_again() -> None:
+            while not ended.wait(PUSH_EVERY_S):
+                try:
+                    self.try_push()
+                except ValueError as error:
+                    logger.error("%s", error)
+                    return
+
+        thread = threading.Thread(target=push_again, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            self.push(last=True)
+
+    def _wait_for_others(self) -> None:
+        there = self._read(STAMP)
+        if there is None or time.time() - there["time"] >= EXPIRES_S or _is_gone(there):
+            return
+        logger.info("%s: waiting whether %s still writes to it", self.uri, there["who"])
+        end = time.monotonic() + EXPIRES_S
+        while time.monotonic() < end:
+            time.sleep(POLL_S)
+            now = self._read(STAMP)
+            if now is None or now["time"] == 0.0:
+                return
+            if now != there:
+                raise ValueError(
+                    f"ray.storage: {self.uri} is in use by {now['who']}; wait for it, or choose another name"
+                )
+
+    def _sessions_here(self) -> tuple[str | None, ...]:
+        """Sessions of the store that this working copy is not behind; None is that of an empty store."""
+        path = self.folder / STAMP
+        if not path.is_file():
+            return (None,)
+        stored = read_json_object(path)
+        return (stored["session"], stored["before"])
+
+    def _note(self, session: str, before: str | None) -> None:
+        write_text_atomically(self.folder / STAMP, json.dumps({"session": session, "before": before}))
+
+    def _begin(self, mark: str) -> None:
+        """Here first, with what the store has before: an end between the two writes leaves the working copy valid."""
+        self._mark, self._session = mark, uuid.uuid4().hex
+        if mark == STAMP:
+            there = self._read(STAMP)
+            self._note(self._session, None if there is None else there["session"])
+        self._stamp()
+
+    def _stamp(self, ended: bool = False) -> None:
+        content = {"session": self._session, **self._me, "time": 0.0 if ended else time.time()}
+        self._write(self._mark, json.dumps(content).encode())
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        path = f"{self._root}/{name}"
         if self._store.get_file_info(path).type != pafs.FileType.File:
             return None
         with self._store.open_input_stream(path) as stream:
             return json.loads(stream.read())
 
-    def _write(self, name: str, content: Path | dict[str, Any]) -> None:
+    def _write(self, name: str, data: bytes) -> None:
         path = f"{self._root}/{name}"
         if isinstance(self._store, pafs.LocalFileSystem):
             self._store.create_dir(str(PurePosixPath(path).parent), recursive=True)
-        data = content.read_bytes() if isinstance(content, Path) else json.dumps(content).encode()
         with self._store.open_output_stream(path, compression=None) as stream:
             stream.write(data)
 
-    def _stored(self) -> list[str]:
+    def _delete(self, name: str) -> None:
+        path = f"{self._root}/{name}"
+        if self._store.get_file_info(path).type == pafs.FileType.File:
+            self._store.delete_file(path)
+
+    def _paths(self) -> list[str]:
         infos = self._store.get_file_info(pafs.FileSelector(self._root, recursive=True, allow_not_found=True))
-        names = [info.path.removeprefix(f"{self._root}/") for info in infos if info.type == pafs.FileType.File]
-        return sorted(name for name in names if name != STAMP)
+        return sorted(info.path.removeprefix(f"{self._root}/") for info in infos if info.type == pafs.FileType.File)
+
+    def _stored(self) -> list[str]:
+        return [path for path in self._paths() if _is_kept(path)]
 
     def _local(self) -> dict[str, tuple[int, int]]:
-        """Files by name with (time of change in ns, bytes); locks and temporary names begin with a dot."""
+        """Files by name with (time of change in ns, bytes)."""
         found = {}
         for path in self.folder.rglob("*"):
-            inner = path.relative_to(self.folder)
-            if LEFT_OUT not in inner.parts and path.name[0] != "." and path.is_file():
+            name = path.relative_to(self.folder).as_posix()
+            if _is_kept(name) and path.is_file():
                 status = path.stat()
-                found[inner.as_posix()] = (status.st_mtime_ns, status.st_size)
+                found[name] = (status.st_mtime_ns, status.st_size)
         return found
 
 
-def restore(uri: str | None, folder: Path) -> None:
-    """Read a run directory that is missing here from its copy, if there is one."""
-    if uri is None or (folder / "config.json").is_file():
-        return
-    mirror = Mirror(uri, folder)
-    if count := mirror.pull():
-        logger.info("%s: %d files from %s", folder.name, count, mirror.uri)
-
-
 @contextmanager
-def kept_up(uri: str | None, folder: Path) -> Iterator[None]:
-    """Push every minute and at the end. A failed push is reported and made up by the next; an OSError where the last fails."""
-    if uri is None:
+def kept_up(storage: str, name: str) -> Iterator[None]:
+    """Hold the run in the store and push its working copy; nothing where `storage` is a folder."""
+    if not is_uri(storage):
         yield
         return
-    restore(uri, folder)
-    mirror, ended = Mirror(uri, folder), threading.Event()
+    mirror = Mirror(storage, name)
     mirror.open()
-
-    def push_again() -> None:
-        while not ended.wait(PUSH_EVERY_S):
-            try:
-                mirror.push()
-            except OSError as error:
-                logger.warning("%s was not copied to %s: %s", folder, mirror.uri, error)
-
-    thread = threading.Thread(target=push_again, daemon=True)
-    thread.start()
-    try:
+    with mirror.pushing():
         yield
-    finally:
-        ended.set()
-        thread.join()
-        mirror.push(last=True)
-        logger.info("%s is copied to %s", folder, mirror.uri)
+    logger.info("%s is copied to %s", mirror.folder, mirror.uri)
 
 
-def _me() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"
+def update(storage: str, name: str) -> None:
+    """The working copy as the store has it; nothing where `storage` is a folder."""
+    if is_uri(storage):
+        Mirror(storage, name).update()
+
+
+def collect(storage: str, name: str) -> None:
+    """What worker groups on other nodes wrote, into the working copy; nothing where `storage` is a folder."""
+    if is_uri(storage):
+        Mirror(storage, name).collect()
+
+
+def _is_kept(name: str) -> bool:
+    """Locks, marks and temporary names begin with a dot."""
+    return not any(part.startswith(".") or part in LEFT_OUT for part in name.split("/"))
+
+
+def _me() -> dict[str, Any]:
+    return {
+        "who": f"process {os.getpid()} on {socket.gethostname()}",
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "started": psutil.Process().create_time(),
+    }
+
+
+def _is_gone(there: dict[str, Any]) -> bool:
+    """Whether the process that wrote a stamp ended, as far as this machine can tell."""
+    if there["host"] != socket.gethostname():
+        return False
+    try:
+        return abs(psutil.Process(there["pid"]).create_time() - there["started"]) >= 1
+    except psutil.NoSuchProcess:
+        return True

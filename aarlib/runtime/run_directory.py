@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from aarlib.config import read_json_object, write_text_atomically
-from aarlib.runtime.mirror import STAMP, kept_up
+from aarlib.runtime import mirror
+from aarlib.runtime.storage import storage_folder
 from aarlib.training.config import Run, RunConfig
 
-LOCK, WRITER_LOCK = ".lock", ".writer.lock"
+LOCK = ".lock"
 MAY_DIFFER = ("ray", "tracking", "evaluate")
 """Tables that do not change what a training computes, so a run can be resumed with other values."""
 
@@ -21,9 +22,6 @@ MAY_DIFFER = ("ray", "tracking", "evaluate")
 class HasStorage(Protocol):
     @property
     def storage(self) -> str: ...
-
-    @property
-    def mirror(self) -> str | None: ...
 
 
 class Claimant(Protocol):
@@ -44,12 +42,14 @@ class Claimant(Protocol):
 
 
 def run_directory(config: Claimant) -> Path:
-    if "://" in config.ray.storage:
-        raise ValueError(
-            f"ray.storage = {config.ray.storage!r}: run directories are written to a local or shared folder; "
-            "give the URI as ray.mirror, which keeps a copy there and starts from it where the folder is missing"
-        )
-    return Path(config.ray.storage).expanduser().resolve() / config.name
+    """On this machine; where `ray.storage` is a URI, the working copy."""
+    return storage_folder(config.ray.storage) / config.name
+
+
+def update(config: Claimant) -> Path:
+    """The run directory, as the store has it where `ray.storage` is a URI."""
+    mirror.update(config.ray.storage, config.name)
+    return run_directory(config)
 
 
 def check_claim(config: Claimant) -> None:
@@ -63,7 +63,7 @@ def check_claim(config: Claimant) -> None:
                 f"name = {config.name!r}: the run directory {folder} exists with another config ({'; '.join(differences)}); "
                 "choose another name, or remove the directory"
             )
-    elif folder.exists() and any(path.name not in (LOCK, STAMP) for path in folder.iterdir()):
+    elif folder.exists() and any(path.name not in (LOCK, mirror.STAMP) for path in folder.iterdir()):
         raise ValueError(f"name = {config.name!r}: {folder} exists and is no run directory; choose another name")
 
 
@@ -92,16 +92,9 @@ def held(config: Claimant) -> Iterator[Path]:
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}")
         lock.flush()
-        with kept_up(config.ray.mirror, folder):
+        with mirror.kept_up(config.ray.storage, config.name):
+            check_claim(config)
             yield folder
-
-
-@contextmanager
-def sole_writer(folder: Path) -> Iterator[None]:
-    """Wait until no other worker group writes into `folder`: one whose driver was killed may live on for a while."""
-    with (folder / WRITER_LOCK).open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def is_finished(folder: Path, run: Run) -> bool:

@@ -2,7 +2,7 @@
 
 import logging
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,8 @@ class Job(NamedTuple):
     """What the driver hands to the workers; picklable, without models or tokenizers."""
 
     config: dict[str, Any]
-    folder: str
+    token: str
+    """By which the driver's run directory is recognised."""
     tracking: Tracking
     num_train: int
 
@@ -37,6 +38,9 @@ class Session(NamedTuple):
 
     config: RunConfig
     folder: Path
+    """The run directory on this node. Rank 0 alone reads and writes it; the others may keep scratch files in it."""
+    push: Callable[[], object]
+    """See aarlib.runtime.writer; of rank 0."""
     tracking: Tracking
     num_train: int
     rank: int
@@ -100,6 +104,7 @@ def save_checkpoint(session: Session, state: TrainingState, metrics: dict[str, A
     """Called by every worker: rank 0 writes, then all report, so that Ray Tune sees the metrics."""
     if session.rank == 0:
         save_state(session.folder / state.run, state)
+        session.push()
     ray.train.report(metrics)
 
 
@@ -115,6 +120,13 @@ def sum_over_workers(value: Tensor, device: torch.device) -> Tensor:
     value = value.to(device, copy=True)
     dist.all_reduce(value)
     return value.cpu()
+
+
+def from_rank_0(session: Session, make: Callable[[], Any]) -> Any:
+    """What `make` gives on rank 0, on every worker: the others may not see the run directory."""
+    value: list[Any] = [make() if session.rank == 0 else None]
+    dist.broadcast_object_list(value, src=0)
+    return value[0]
 
 
 def from_all_workers(value: Any) -> list[Any]:

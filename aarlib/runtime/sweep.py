@@ -20,7 +20,7 @@ from aarlib.report.records import Sweep, read_run
 from aarlib.report.tables import paired_difference
 from aarlib.runtime import tracking
 from aarlib.runtime.cluster import check_resources, concurrent_groups, connect
-from aarlib.runtime.run_directory import check_claim, claim, held, run_directory
+from aarlib.runtime.run_directory import check_claim, claim, held, update
 from aarlib.runtime.tracking import Tracking
 from aarlib.runtime.trainer import Prepared, check, prepare, record_data, train_on
 from aarlib.runtime.tune_study import Study, leaves_rows_alone, resolved, trial_config
@@ -95,7 +95,7 @@ def check_sweep(config: RunConfig, study: Study, name: str) -> RunConfig:
     base = trial_config(config, study, {}, f"{config.name}-{name}")
     check(base)
     check_claim(base)
-    stored = run_directory(base) / STUDY
+    stored = update(base) / STUDY
     if stored.is_file() and (found := json.loads(stored.read_text(encoding="utf-8"))) != (wanted := study.record()):
         changed = ", ".join(sorted(key for key in wanted if found.get(key) != wanted[key]))
         raise ValueError(

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from aarlib.runtime.run_directory import pending_runs
+from aarlib.runtime.storage import storage_folder
 from aarlib.training.config import RunConfig, TrackingConfig
 
 logger = logging.getLogger("aarlib")
@@ -59,7 +60,7 @@ def _uri(settings: TrackingConfig, storage: str | Path) -> str:
 
 
 def _own_store(storage: str | Path) -> str:
-    return f"sqlite:///{Path(storage).expanduser().resolve() / 'mlflow.db'}"
+    return f"sqlite:///{storage_folder(storage) / 'mlflow.db'}"
 
 
 def start(config: RunConfig, folder: Path, with_children: bool = True) -> Tracking:
@@ -233,7 +234,7 @@ def _experiment(client: Any, settings: TrackingConfig, storage: str | Path) -> s
         return found.experiment_id
     location = None
     if _uri(settings, storage) == _own_store(storage):
-        location = (Path(storage).expanduser().resolve() / "mlflow_artifacts").as_uri()
+        location = (storage_folder(storage) / "mlflow_artifacts").as_uri()
     return client.create_experiment(settings.experiment, artifact_location=location)
 
 

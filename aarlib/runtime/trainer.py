@@ -2,8 +2,11 @@
 
 import json
 import logging
+import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,13 +24,15 @@ from aarlib.moe.loading import load_tokenizer
 from aarlib.runtime import tracking
 from aarlib.runtime.cluster import check_resources, connect, user_error, worker_environment
 from aarlib.runtime.corpus import Corpus, build_corpus, ordered
-from aarlib.runtime.mirror import restore
+from aarlib.runtime.mirror import collect
 from aarlib.runtime.plan import Plan, plan
-from aarlib.runtime.run_directory import check_claim, claim, held, is_finished, pending_runs, run_directory
+from aarlib.runtime.run_directory import check_claim, claim, held, is_finished, pending_runs, run_directory, update
 from aarlib.runtime.session import Job, dataset_name, epochs_needed, total_steps
+from aarlib.runtime.storage import located
 from aarlib.runtime.text_corpus import build_text_corpus, find_texts, ordered_units
 from aarlib.runtime.tracking import Tracking
 from aarlib.runtime.worker import train_worker
+from aarlib.runtime.writer import mark_start
 from aarlib.training.config import RunConfig
 
 logger = logging.getLogger("aarlib")
@@ -54,11 +59,12 @@ class Prepared(NamedTuple):
 def train(config: RunConfig) -> TrainingResult:
     """Train every (method, seed) of `config` that has no result.json yet; a ValueError on bad input before anything expensive."""
     planned = check(config)
-    restore(config.ray.mirror, run_directory(config))
     check_claim(config)
-    if not pending_runs(run_directory(config), config):
+    folder = update(config)
+    check_claim(config)
+    if not pending_runs(folder, config):
         logger.info("%s: every run is finished", config.name)
-        return TrainingResult(run_directory(config), planned, None, ())
+        return TrainingResult(folder, planned, None, ())
     connect(config.ray)
     check_resources(config.ray)
     with held(config) as folder:
@@ -123,6 +129,7 @@ def train_on(
         _fit(config, prepared, folder, tracked, callbacks)
         status = tracking.FINISHED
     finally:
+        collect(config.ray.storage, config.name)
         children = {run.name: tracking.FINISHED for run in config.runs() if is_finished(folder, run)}
         problems = tracking.finish(tracked, status, children)
     return TrainingResult(folder, planned, tracked, (*tracked.problems, *problems))
@@ -139,7 +146,8 @@ def _announce(config: RunConfig, corpus: Corpus, planned: Plan) -> None:
 
 
 def _fit(config: RunConfig, prepared: Prepared, folder: Path, tracked: Tracking, callbacks: Sequence[Any]) -> None:
-    job = Job(config.model_dump(mode="json"), str(folder), tracked, prepared.corpus.num_train)
+    there = config.updated({"ray.storage": located(config.ray.storage)})
+    job = Job(there.model_dump(mode="json"), mark_start(folder), tracked, prepared.corpus.num_train)
     trainer = TorchTrainer(
         train_worker,
         train_loop_config=job._asdict(),
@@ -160,9 +168,21 @@ def _fit(config: RunConfig, prepared: Prepared, folder: Path, tracked: Tracking,
         dataset_config=ray.train.DataConfig(datasets_to_split=[]),
     )
     try:
-        trainer.fit()
+        with _interrupts_given_back():
+            trainer.fit()
     except ray.train.TrainingFailedError as error:
         raise _reason(error) from error
+
+
+@contextmanager
+def _interrupts_given_back() -> Iterator[None]:
+    """Ray Train's handler of Ctrl-C outlives its training: it would swallow later ones, and keeps the controller's processes."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, before)
 
 
 class FailAtOnce(ray.train.UserCallback):

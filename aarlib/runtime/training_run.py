@@ -5,6 +5,7 @@ import logging
 import shutil
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from aarlib.runtime.engine import Setup, StepStats, Trainee, check_device, make_
 from aarlib.runtime.population import Pending, PrefixCounts, enable_only, shared_prefix, with_own_rate
 from aarlib.runtime.routing import RoutingCounts, counting, routing_metrics
 from aarlib.runtime.run_directory import append_line, cut_history
-from aarlib.runtime.session import Session, from_all_workers, peak_gib, save_checkpoint, sum_over_workers
+from aarlib.runtime.session import Session, from_all_workers, from_rank_0, peak_gib, save_checkpoint, sum_over_workers
 from aarlib.runtime.sharding import check_frozen, frozen_hash, gathered
 from aarlib.runtime.tracking import RunLogger
 from aarlib.training.adapter import fingerprint, save_adapter
@@ -121,7 +122,7 @@ def _before(active: Active) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Held-out CE of the untouched model (once per run directory) and of the untrained method."""
     session = active.session
     path = session.folder / "untouched" / held_out.FILE
-    if not _on_every_worker(path.is_file()):
+    if not from_rank_0(session, path.is_file):
         active.handle.enabled = False
         untouched = _evaluate(active)
         active.handle.enabled = True
@@ -129,18 +130,18 @@ def _before(active: Active) -> tuple[pd.DataFrame, pd.DataFrame]:
             write_text_atomically(path.with_name(BASE_HASH), session.frozen)
         _write(active, untouched, path)
     _check_same_base(session, path.with_name(BASE_HASH))
-    untouched = pd.read_parquet(path)
+    untouched = from_rank_0(session, partial(pd.read_parquet, path))
     logger.info("untouched: held-out CE %.4f on %d conversations", held_out.mean_ce(untouched), len(untouched))
     step0_path = active.folder / f"step0_{held_out.FILE}"
-    if not _on_every_worker(step0_path.is_file()):
+    if not from_rank_0(session, step0_path.is_file):
         _write(active, _evaluate(active), step0_path)
-    step0 = pd.read_parquet(step0_path)
+    step0 = from_rank_0(session, partial(pd.read_parquet, step0_path))
     logger.info("%s: held-out CE %.4f before training", active.run.name, held_out.mean_ce(step0))
     return untouched, step0
 
 
 def _check_same_base(session: Session, path: Path) -> None:
-    stored = path.read_text(encoding="utf-8")
+    stored = from_rank_0(session, partial(path.read_text, encoding="utf-8"))
     if stored != session.frozen:
         raise ValueError(
             f"model.name = {session.config.model.name!r}: the base is not the one this run directory was begun with (sha256 "
@@ -288,6 +289,7 @@ def _save(active: Active, summary: dict[str, Any]) -> None:
         active.logger.log({**scores, "held_out/ce_untouched": summary["untouched_ce"]}, summary["steps"])
         write_text_atomically(active.folder / "result.json", json.dumps(summary, indent=2))
         shutil.rmtree(active.folder / checkpoints.FOLDER, ignore_errors=True)
+        active.session.push()
     dist.barrier()
 
 
@@ -310,7 +312,3 @@ def _write(active: Active, frame: pd.DataFrame, path: Path) -> None:
     if active.session.rank == 0:
         held_out.write_frame(frame, path)
     dist.barrier()
-
-
-def _on_every_worker(condition: bool) -> bool:
-    return all(from_all_workers(condition))

@@ -57,6 +57,7 @@ def run_units(
     out_dir: str | Path,
     *,
     settings: Mapping[str, Any] | None = None,
+    place: Mapping[str, Any] | None = None,
     num_actors: int = 1,
     resources: Resources = ONE_CPU,
     max_deaths: int = 2,
@@ -64,9 +65,9 @@ def run_units(
 ) -> pd.DataFrame:
     """Run every unit without a part file in `out_dir`; all parts in the order of `units`, with a column `unit`.
 
-    A unit whose actor dies is run again on a new actor, at most `max_deaths` times. A unit that raises does not stop
-    the others; UnitsError names it at the end. A folder made from other units or settings is refused. Ray must be
-    initialised.
+    The worker is made with `settings`, which identify the work, and `place`, which may be another the next time. A unit whose
+    actor dies is run again on a new actor, at most `max_deaths` times. A unit that raises does not stop the others; UnitsError
+    names it at the end. A folder made from other units or settings is refused. Ray must be initialised.
     """
     settings = dict(settings or {})
     out_dir = Path(out_dir)
@@ -82,7 +83,7 @@ def run_units(
         progress.finished(unit_id)
 
     if pending:
-        dispatcher = _Dispatcher(worker, settings, resources, max_deaths, store)
+        dispatcher = _Dispatcher(worker, {**settings, **(place or {})}, resources, max_deaths, store)
         failures = dispatcher.run(pending, _fitting_actors(min(num_actors, len(pending)), resources))
         if failures:
             reasons = [f"unit {identity!r}: {reason}" for identity, reason in failures.items()]

@@ -5,13 +5,13 @@ import logging
 import sys
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray.train
 import ray.train.torch
 import torch
-import torch.distributed as dist
 import transformers
 
 from aarlib.runtime import held_out
@@ -19,10 +19,11 @@ from aarlib.runtime.checkpoints import TrainingState, latest_state
 from aarlib.runtime.corpus import quiet_ray_data
 from aarlib.runtime.engine import Setup, checkpoint_activations, load_base
 from aarlib.runtime.population import Pending, groups
-from aarlib.runtime.run_directory import append_line, pending_runs, sole_writer
-from aarlib.runtime.session import Job, Session
+from aarlib.runtime.run_directory import append_line, pending_runs, run_directory
+from aarlib.runtime.session import Job, Session, from_rank_0
 from aarlib.runtime.sharding import frozen_hash
 from aarlib.runtime.training_run import train_runs
+from aarlib.runtime.writer import Writer, writer
 from aarlib.training.adapter import load_adapter
 from aarlib.training.config import Run, RunConfig
 
@@ -34,21 +35,25 @@ STARTS = "starts.jsonl"
 
 def train_worker(job: dict[str, Any]) -> None:
     """The loop Ray Train runs in every worker; `job` holds the fields of `Job`."""
-    with sole_writer(Path(job["folder"])) if ray.train.get_context().get_world_rank() == 0 else nullcontext():
-        _train_pending(_open(Job(**job)))
+    fields = Job(**job)
+    config = RunConfig.from_mapping(fields.config)
+    is_writer = ray.train.get_context().get_world_rank() == 0
+    elsewhere = nullcontext(Writer(run_directory(config), lambda: None))
+    with writer(config.ray.storage, config.name, fields.token) if is_writer else elsewhere as place:
+        _train_pending(_open(config, fields, place))
 
 
 def _train_pending(session: Session) -> None:
-    runs = _agreed(pending_runs(session.folder, session.config))
+    runs = from_rank_0(session, lambda: pending_runs(session.folder, session.config))
     pending = [Pending(run, _resume_state(session, run)) for run in runs]
     for group in groups(pending, session.config.optim.population):
         train_runs(session, group)
         for run, _ in group:
-            ray.train.report({"finished": run.name, **_scores(session.folder, run)})
+            scores = from_rank_0(session, partial(_scores, session.folder, run))
+            ray.train.report({"finished": run.name, **scores})
 
 
-def _open(job: Job) -> Session:
-    config = RunConfig.from_mapping(job.config)
+def _open(config: RunConfig, job: Job, place: Writer) -> Session:
     context = ray.train.get_context()
     rank, world_size = context.get_world_rank(), context.get_world_size()
     torch.set_num_threads(config.ray.threads_per_worker)
@@ -65,7 +70,7 @@ def _open(job: Job) -> Session:
     assert shard is not None
     parts = held_out.my_rows(shard, rank, world_size, config.optim.micro_batch)
     session = Session(
-        config, Path(job.folder), job.tracking, job.num_train, rank, world_size, device, model, tokenizer, parts,
+        config, *place, job.tracking, job.num_train, rank, world_size, device, model, tokenizer, parts,
         frozen=frozen_hash(model),
     )  # fmt: skip
     if rank == 0:
@@ -88,18 +93,9 @@ def log_to_stderr(rank: int) -> None:
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
 
 
-def _agreed(runs: list[Run]) -> list[Run]:
-    """Rank 0's list: what is finished must not be judged twice while files appear."""
-    shared: list[Any] = [[tuple(run) for run in runs]]
-    dist.broadcast_object_list(shared, src=0)
-    return [Run(*fields) for fields in shared[0]]
-
-
 def _resume_state(session: Session, run: Run) -> TrainingState | None:
     """Rank 0's newest whole checkpoint, on every worker."""
-    shared: list[Any] = [latest_state(session.folder / run.name) if session.rank == 0 else None]
-    dist.broadcast_object_list(shared, src=0)
-    return shared[0]
+    return from_rank_0(session, lambda: latest_state(session.folder / run.name))
 
 
 def _scores(folder: Path, run: Run) -> dict[str, float]:

@@ -124,9 +124,8 @@ class RayConfig(Config):
     address: str | None = None
     """Ray address; None starts a local Ray, or joins the one that `ray job submit` provides."""
     storage: str = "runs"
-    """Folder, local or shared by all nodes, under which run directories are made."""
-    mirror: str | None = None
-    """URI (s3://, gs://) under which a copy of the run directory is kept, and read where the folder is missing."""
+    """Where run directories are made: a folder, local or shared by all nodes, or a URI (s3://, gs://), of which nodes work in
+    copies below $AARLIB_SCRATCH (~/.cache/aarlib/runs)."""
     max_failures: int = Field(default=1, ge=0)
     checkpoint_every: int = Field(default=50, ge=1)
     """Optimizer steps between checkpoints, from which a failed worker group resumes."""

@@ -80,11 +80,6 @@ def test_a_config_written_before_a_field_was_added_is_the_same_config(tmp_path: 
         check_claim(config(tmp_path, **{"data.packing": True}))
 
 
-def test_a_bucket_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="ray.storage = 's3://bucket/runs'"):
-        claim(config(tmp_path, **{"ray.storage": "s3://bucket/runs"}))
-
-
 def test_history_is_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "run" / "rows.jsonl"
     for step in range(5):
