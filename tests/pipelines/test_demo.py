@@ -1,6 +1,8 @@
 """The demo's run directory: fresh when the last demo is finished, the same when it was interrupted; and all of it, small."""
 
 import json
+import logging
+import os
 import re
 import subprocess
 import sys
@@ -68,17 +70,6 @@ def test_help_loads_nothing_heavy_and_a_bad_field_is_named(capsys):
     assert "did you mean 'max_steps'" in capsys.readouterr().err
 
 
-SMALL = """
-import sys
-from ray import tune
-from aarlib.runtime.tune_study import Study
-import tune_spaces.aar_window_layers as space
-from pipelines import demo
-space.STUDY = Study(space={"method.aar.window": tune.grid_search([4, 16])}, fixed={"ray.num_workers": 1, "optim.max_steps": 1})
-raise SystemExit(demo.main(sys.argv[1:]))
-"""
-
-
 def test_a_sweep_folder_of_another_config_is_refused_before_any_training(tmp_path):
     folder = tmp_path / "nano_demo-window_layers"
     folder.mkdir()
@@ -87,15 +78,37 @@ def test_a_sweep_folder_of_another_config_is_refused_before_any_training(tmp_pat
         demo.check(config_in(tmp_path))
 
 
+SMALL = [
+    "--seeds=[0]", "--optim.max_steps=2", "--data.train=['nano:sft:200']", "--data.max_held_out=12", "--evaluate.limit=6",
+    "--evaluate.tasks=['nano_ioi']", "--evaluate.num_actors=1",
+]  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.ray
+def test_the_command_starts_a_ray_of_its_own_and_shows_what_its_workers_do(tmp_path):
+    command = [sys.executable, "-m", "pipelines.demo", f"--ray.storage={tmp_path}", *SMALL]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Started a local Ray instance" in done.stderr and "attention_time" in done.stdout + done.stderr
+    assert len(json.loads((tmp_path / "nano_demo" / "summary.json").read_text())["sweeps"][demo.STUDY]) == 4
+
+
 @pytest.mark.slow
 @pytest.mark.ray
-def test_the_demo_runs_end_to_end(tmp_path):
-    arguments = [
-        f"--ray.storage={tmp_path}", "--seeds=[0]", "--optim.max_steps=2", "--data.train=['nano:sft:200']",
-        "--data.max_held_out=12", "--evaluate.limit=6", "--evaluate.tasks=['nano_ioi']", "--evaluate.num_actors=1",
-    ]  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", SMALL, *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_demo_runs_end_to_end(local_ray, tmp_path, monkeypatch, capsys, caplog):
+    from ray import tune
+
+    from aarlib.runtime.tune_study import Study
+    from tune_spaces import aar_window_layers
+
+    fixed = {"ray.num_workers": 1, "optim.max_steps": 1}
+    small = Study(space={"method.aar.window": tune.grid_search([4, 16])}, fixed=fixed)
+    monkeypatch.setattr(aar_window_layers, "STUDY", small)
+    caplog.set_level(logging.INFO, "aarlib")
+    assert demo.main([f"--ray.storage={tmp_path}", *SMALL]) == 0
+    out = capsys.readouterr().out
     folder = tmp_path / "nano_demo"
     summary = json.loads((folder / "summary.json").read_text())
     assert [row["label"] for row in summary["held_out"]] == ["untouched", "router_sft", "aar_t", "aar"]
@@ -103,8 +116,8 @@ def test_the_demo_runs_end_to_end(tmp_path):
     assert not summary["unfinished"]
     assert set(summary["stages"]["wall_s"]) == {"check", "train", "sweep", "evaluate"}
     assert summary["stages"]["peak_gib"] > 0.5
-    assert str(folder / "report.html") in done.stdout
-    assert re.search(r"mlflow ui --backend-store-uri sqlite:///\S+ --host 127.0.0.1", done.stdout)
+    assert str(folder / "report.html") in out
+    assert re.search(r"mlflow ui --backend-store-uri sqlite:///\S+ --host 127.0.0.1", out)
     assert demo.next_config(config_in(tmp_path)).name == "nano_demo_2"
     assert len(summary["sweeps"][demo.STUDY]) == 2
     histories = {
@@ -112,7 +125,7 @@ def test_the_demo_runs_end_to_end(tmp_path):
     }
     assert len(histories) == 1, "every method sees the same rows in the same order"
     assert len((folder / "starts.jsonl").read_text().splitlines()) == 1, "one worker group trains them all"
-    assert "trainable parameters (aar)" in done.stdout + done.stderr and "attention_time" in done.stdout + done.stderr
+    assert "trainable parameters (aar)" in caplog.text
     check_sweep(tmp_path)
 
 

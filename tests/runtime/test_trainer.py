@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+import signal
 import subprocess
 import threading
 import time
@@ -16,6 +17,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.object_store import object_store
 from tests.runtime.conversations import run_config, save_model, write_conversations
 from tests.runtime.processes import kill_a_worker, start_driver, train_workers, wait_for
 
@@ -24,13 +26,16 @@ pytest.importorskip("ray")
 pytest.importorskip("deepspeed")
 
 from aarlib.moe.loading import load_model  # noqa: E402
-from aarlib.runtime import tracking  # noqa: E402
+from aarlib.runtime import tracking, trainer  # noqa: E402
 from aarlib.runtime.batches import encoded_rows, micro_batches  # noqa: E402
 from aarlib.runtime.checkpoints import checkpoints  # noqa: E402
-from aarlib.runtime.run_directory import claim  # noqa: E402
+from aarlib.runtime.cluster import worker_environment  # noqa: E402
+from aarlib.runtime.run_directory import claim, held, pending_runs, run_directory, update  # noqa: E402
+from aarlib.runtime.storage import SCRATCH  # noqa: E402
 from aarlib.runtime.trainer import Prepared, TrainingResult, check, prepare, train, train_on  # noqa: E402
-from aarlib.training.adapter import load_adapter  # noqa: E402
-from aarlib.training.config import RunConfig  # noqa: E402
+from aarlib.runtime.writer import adapter_folder  # noqa: E402
+from aarlib.training.adapter import load_adapter, read_metadata  # noqa: E402
+from aarlib.training.config import RayConfig, RunConfig  # noqa: E402
 
 RUN = "aar-seed0"
 TWO_EPOCHS = {"optim.epochs": 2, "optim.max_steps": 16}
@@ -66,11 +71,20 @@ def bench(local_ray: Any, tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.fixture(scope="module")
 def two_workers(bench: Bench) -> TrainingResult:
-    return bench.train("two")
+    before = signal.getsignal(signal.SIGINT)
+    result = bench.train("two")
+    assert signal.getsignal(signal.SIGINT) is before, "a later Ctrl-C would end in Ray Train"
+    return result
 
 
 def adapter(result: TrainingResult) -> dict[str, Tensor]:
     return load_file(result.folder / RUN / "adapter" / "adapter.safetensors")
+
+
+def in_scratch(ray: RayConfig, folder: Path) -> dict[str, Any]:
+    """runtime_env of workers whose node keeps its working copies in `folder`."""
+    settings = worker_environment(ray)
+    return {**settings, "env_vars": {**settings["env_vars"], SCRATCH: str(folder)}}
 
 
 def lines(result: TrainingResult, name: str) -> list[dict[str, Any]]:
@@ -158,13 +172,31 @@ def test_a_finished_run_is_not_run_again(bench: Bench, two_workers: TrainingResu
         train(bench.config("two", **{"optim.learning_rate": 0.5}))
 
 
-def test_a_killed_worker_changes_nothing(bench: Bench, two_workers: TrainingResult) -> None:
-    config = bench.config("killed")
-    killer = threading.Thread(target=kill_a_worker, args=(Path(config.ray.storage) / "killed" / RUN / "rows.jsonl", 11))
-    killer.start()
-    killed = bench.train("killed")
-    killer.join()
-    assert (killed.folder / RUN / "killed").is_file()
+def test_a_killed_worker_changes_nothing_also_on_a_node_without_the_drivers_folder(
+    bench: Bench, two_workers: TrainingResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Storage is a bucket; the workers have another scratch folder than the driver, as they have on another node."""
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "driver"))
+    monkeypatch.setattr(trainer, "worker_environment", lambda ray: in_scratch(ray, tmp_path / "node"))
+    with object_store("gs", "runs") as store:
+        config = bench.config("killed", **{"ray.storage": store.uri("runs")})
+        there = tmp_path / "node" / run_directory(config).relative_to(tmp_path / "driver")
+        killer = threading.Thread(target=kill_a_worker, args=(there / RUN / "rows.jsonl", 11))
+        killer.start()
+        with held(config) as folder:
+            claim(config)
+            killed = train_on(config, bench.prepared, folder, check(config), tracking.start(config, folder))
+        killer.join()
+        starts = [json.loads(line) for line in (folder / "starts.jsonl").read_text().splitlines()]
+        assert len(starts) == 2 and (there / RUN / "result.json").is_file()
+        name = f"killed/{RUN}/adapter"
+        digest = read_metadata(folder / RUN / "adapter")["sha256"]
+        monkeypatch.setenv(SCRATCH, str(tmp_path / "third"))
+        copy = adapter_folder(config.ray.storage, name, digest)
+        assert copy.is_relative_to(tmp_path / "third") and read_metadata(copy)["sha256"] == digest
+        with pytest.raises(ValueError, match="does not see the driver's"):
+            adapter_folder(config.ray.storage, name, "of another adapter")
+        assert run_directory(config) != folder and not pending_runs(update(config), config)
     assert largest(adapter(killed), adapter(two_workers)) < 1e-6
     assert lines(killed, "rows.jsonl") == lines(two_workers, "rows.jsonl")
     assert_same_history(killed, two_workers)
