@@ -138,12 +138,10 @@ def sweep(config: RunConfig) -> None:
 def evaluate(config: RunConfig) -> None:
     from aarlib.runtime import evaluation
     from aarlib.runtime.cluster import connect
-    from aarlib.runtime.run_directory import run_directory
 
     connect(config.ray)
-    folder = run_directory(config)
-    scores = evaluation.evaluate(config, folder).scores
-    for problem in evaluation.track(config, folder, scores):
+    scores = evaluation.evaluate(config).scores
+    for problem in evaluation.track(config, scores):
         print(f"MLflow refused: {problem}", file=sys.stderr)
 
 

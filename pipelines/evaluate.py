@@ -30,13 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         with held(config) as folder:
             connect(config.ray)
-            evaluation = evaluate(config, folder)
+            evaluation = evaluate(config)
     except (ValueError, UnitsError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     shown = evaluation.scores[["adapter", "task", "metric", "filter", "value", "stderr", "num_documents"]]
     print(f"\n{shown.to_string(index=False)}\n\nscores: {folder / 'evaluation' / 'scores.parquet'}")
-    for problem in track(config, folder, evaluation.scores):
+    for problem in track(config, evaluation.scores):
         print(f"MLflow refused: {problem}", file=sys.stderr)
     return 0
 
@@ -46,7 +46,8 @@ def describe(config: RunConfig) -> str:
     from aarlib.runtime.evaluation import find_adapters, find_tasks
 
     check_claim(config)
-    adapters = find_adapters(config, update(config))
+    update(config)
+    adapters = find_adapters(config)
     with tempfile.TemporaryDirectory() as folder:
         source = find_tasks(config.evaluate, folder)
     return f"tasks: {', '.join(source.names)}\nmodels: {', '.join(adapter.name for adapter in adapters)}"

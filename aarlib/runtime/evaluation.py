@@ -11,7 +11,8 @@ import pandas as pd
 from aarlib.moe.loading import load_model, load_tokenizer
 from aarlib.runtime.harness import HarnessSettings, score
 from aarlib.runtime.harness_tasks import TaskSource, resolve_tasks, task_manager
-from aarlib.runtime.storage import located
+from aarlib.runtime.run_directory import run_directory
+from aarlib.runtime.storage import located, storage_folder
 from aarlib.runtime.tracking import record_scores
 from aarlib.runtime.units import Resources, Unit, run_units
 from aarlib.runtime.writer import adapter_folder
@@ -21,6 +22,7 @@ from aarlib.training.config import EvaluateConfig, ModelConfig, RunConfig
 logger = logging.getLogger("aarlib")
 
 UNTOUCHED = "untouched"
+FOLDER = "evaluation"
 NANO_DOCUMENTS = 200
 """Documents of each task of the bundled world, where evaluate.limit names no number."""
 QUIET = {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
@@ -42,14 +44,14 @@ class Evaluation(NamedTuple):
     """One row per (adapter, task, filter, document); columns SAMPLE_COLUMNS."""
 
 
-def evaluate(config: RunConfig, run_dir: str | Path) -> Evaluation:
-    """Score the untouched model and every adapter of `run_dir` on `config.evaluate.tasks`; writes `run_dir/evaluation`.
+def evaluate(config: RunConfig) -> Evaluation:
+    """Score the untouched model and every adapter of the run directory on `config.evaluate.tasks`; writes its `evaluation`.
 
     Unknown or unsafe tasks and missing data raise ValueError before any model is loaded. Units that are stored are not
     repeated. Ray must be initialised.
     """
-    folder = Path(run_dir) / "evaluation"
-    adapters = find_adapters(config, run_dir)
+    folder = run_directory(config) / FOLDER
+    adapters = find_adapters(config)
     source = find_tasks(config.evaluate, folder)
     units = [
         {"id": f"{name}.{task}", "adapter": name, "sha256": digest, "task": task}
@@ -58,7 +60,7 @@ def evaluate(config: RunConfig, run_dir: str | Path) -> Evaluation:
     ]
     settings = {
         "model": config.model.model_dump(mode="json"),
-        "source": source._asdict(),
+        "tasks": source.names,
         "harness": harness_settings(config.evaluate)._asdict(),
         "gpus": config.evaluate.gpus_per_actor,
         "base_fingerprint": base_fingerprint(adapters),
@@ -69,7 +71,12 @@ def evaluate(config: RunConfig, run_dir: str | Path) -> Evaluation:
         Evaluator,
         folder,
         settings=settings,
-        place={"storage": located(config.ray.storage), "name": config.name},
+        place={
+            "storage": located(config.ray.storage),
+            "name": config.name,
+            "folders": source.folders,
+            "evaluate": config.evaluate.model_dump(mode="json"),
+        },
         num_actors=config.evaluate.num_actors,
         resources=resources,
         label="evaluate",
@@ -86,16 +93,20 @@ class Evaluator:
     def __init__(
         self,
         model: Mapping[str, Any],
-        source: Mapping[str, Any],
+        tasks: Sequence[str],
         harness: Mapping[str, Any],
         gpus: float,
         base_fingerprint: str,
         storage: str,
         name: str,
+        folders: Sequence[str],
+        evaluate: Mapping[str, Any],
     ):
         self._storage, self._name = storage, name
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
-        self._manager = task_manager(TaskSource(**source))
+        source = TaskSource(tuple(tasks), tuple(folders))
+        here = storage_folder(storage) / name / FOLDER
+        self._manager = task_manager(tasks_here(source, EvaluateConfig.from_mapping(evaluate), here))
         self._settings = HarnessSettings(**harness)
         self._model, self._tokenizer = load_base(ModelConfig.from_mapping(model), gpus)
         if fingerprint(self._model) != base_fingerprint:
@@ -136,11 +147,11 @@ class Adapter(NamedTuple):
     base_fingerprint: str | None = None
 
 
-def find_adapters(config: RunConfig, run_dir: str | Path) -> list[Adapter]:
+def find_adapters(config: RunConfig) -> list[Adapter]:
     """The untouched model, then the adapter of every finished training of the config; a missing one is logged."""
-    adapters = [Adapter(UNTOUCHED)]
+    adapters, run_dir = [Adapter(UNTOUCHED)], run_directory(config)
     for run in config.runs():
-        folder = Path(run_dir) / run.name / "adapter"
+        folder = run_dir / run.name / "adapter"
         if not folder.is_dir():
             logger.warning("%s has no adapter yet; it is not evaluated", run.name)
             continue
@@ -183,13 +194,20 @@ def find_tasks(config: EvaluateConfig, folder: str | Path) -> TaskSource:
     return resolve_tasks(config.tasks, include)
 
 
-def track(config: RunConfig, run_dir: str | Path, scores: pd.DataFrame) -> list[str]:
+def tasks_here(source: TaskSource, config: EvaluateConfig, folder: Path) -> TaskSource:
+    """The driver's `source` on this node: where it lacks a folder, the tasks are found again, or written below `folder`."""
+    if all(Path(path).is_dir() for path in source.folders):
+        return source
+    return find_tasks(config, folder)
+
+
+def track(config: RunConfig, scores: pd.DataFrame) -> list[str]:
     """Log the scores to MLflow, each beside the training it belongs to; returns what MLflow refused."""
     metrics: dict[str, dict[str, float]] = {}
     for row in scores.to_dict("records"):
         suffix = "" if row["filter"] == "none" else f".{row['filter']}"
         metrics.setdefault(row["adapter"], {})[f"eval/{row['task']}/{row['metric']}{suffix}"] = row["value"]
-    return record_scores(config, Path(run_dir).resolve(), metrics)
+    return record_scores(config, run_directory(config), metrics)
 
 
 def split_records(frame: pd.DataFrame) -> Evaluation:

@@ -248,7 +248,8 @@ def kept_up(storage: str, name: str) -> Iterator[None]:
         yield
         return
     mirror = Mirror(storage, name)
-    mirror.open()
+    with _reached(mirror):
+        mirror.open()
     with mirror.pushing():
         yield
     logger.info("%s is copied to %s", mirror.folder, mirror.uri)
@@ -257,13 +258,26 @@ def kept_up(storage: str, name: str) -> Iterator[None]:
 def update(storage: str, name: str) -> None:
     """The working copy as the store has it; nothing where `storage` is a folder."""
     if is_uri(storage):
-        Mirror(storage, name).update()
+        mirror = Mirror(storage, name)
+        with _reached(mirror):
+            mirror.update()
 
 
 def collect(storage: str, name: str) -> None:
     """What worker groups on other nodes wrote, into the working copy; nothing where `storage` is a folder."""
     if is_uri(storage):
         Mirror(storage, name).collect()
+
+
+@contextmanager
+def _reached(mirror: Mirror) -> Iterator[None]:
+    """A store that refuses at the start is a wrong setting; later it is a failure."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"ray.storage: {mirror.uri} cannot be reached: {str(error).splitlines()[0]}; check URI, network and credentials"
+        ) from error
 
 
 def _is_kept(name: str) -> bool:

@@ -13,13 +13,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import pyarrow.fs as pafs
 import pytest
 from safetensors.torch import load_file
 
+from tests.object_store import object_store
 from tests.runtime.conversations import run_config, save_model, write_conversations
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 pytest.importorskip("ray")
+
+from aarlib.runtime.mirror import WRITER  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -155,6 +159,29 @@ def test_the_slurm_script_trains_on_a_head_and_a_worker(tmp_path: Path) -> None:
     assert code == 0, output
     record = json.loads((tmp_path / "runs" / "nano_smoke" / "aar-seed0" / "result.json").read_text())
     assert record["steps"] == 2 and record["num_workers"] == 2
+
+
+@pytest.mark.long
+def test_nodes_that_share_nothing_but_a_bucket_train_sweep_and_evaluate(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    data = write_conversations(tmp_path / "rows.jsonl", 64)
+    scratch = [tmp_path / "head", tmp_path / "node"]
+    with object_store("gs", "runs") as store:
+        changes = {"optim.max_steps": 4, "ray.storage": store.uri("runs/ours"), "ray.num_workers": 1}
+        changes |= {"evaluate.tasks": ["nano_ioi"], "evaluate.limit": 4, "evaluate.num_actors": 1}
+        config = run_config(model, data, tmp_path, "apart", **changes)
+        (tmp_path / "config.json").write_text(config.to_json())
+        command = [sys.executable, Path(__file__).with_name("apart.py"), tmp_path / "config.json", *scratch]
+        code, output = run(command, environment(PYTHONPATH=str(ROOT)), tmp_path / "nodes.log")
+        assert code == 0, output
+        infos = store.filesystem.get_file_info(pafs.FileSelector("runs/ours", recursive=True))
+    stored = {info.path.removeprefix("runs/ours/") for info in infos if info.type == pafs.FileType.File}
+    runs = ("apart", "apart-window/trials/00000", "apart-window/trials/00001")
+    for name in (f"{run}/aar-seed0/{file}" for run in runs for file in ("result.json", "adapter/adapter.safetensors")):
+        there, here = (next(folder.glob(f"*/{name}")) for folder in scratch)
+        assert there.read_bytes() == here.read_bytes() and name in stored
+    assert {"apart/evaluation/scores.parquet", "apart-window/results.csv"} < stored
+    assert not [name for name in stored if "checkpoints" in name or name.endswith(WRITER)]
 
 
 @pytest.mark.long

@@ -5,9 +5,10 @@ import shutil
 import pytest
 import torch
 
-from aarlib.runtime.evaluation import evaluate
+from aarlib.runtime.evaluation import evaluate, tasks_here
+from aarlib.runtime.harness_tasks import resolve_tasks, task_manager
 from aarlib.training.adapter import save_adapter
-from aarlib.training.config import RunConfig
+from aarlib.training.config import EvaluateConfig, RunConfig
 from tests.runtime.canned import attach_random, character_tokenizer, tiny_pair, write_choice, write_generation
 
 
@@ -24,6 +25,7 @@ def test_every_adapter_and_task_is_scored_once(local_ray, tmp_path):
             "name": "tiny",
             "seeds": [0, 1],
             "model": {"name": str(base)},
+            "ray": {"storage": str(tmp_path / "runs")},
             "data": {"train": ["unused"]},
             "method": {"aar": {"name": "aar", "layers": [1, 2], "window": 6}},
             "evaluate": {
@@ -37,22 +39,32 @@ def test_every_adapter_and_task_is_scored_once(local_ray, tmp_path):
         handle = attach_random(model, seed)
         save_adapter(handle, run_dir / f"aar-seed{seed}" / "adapter")
         handle.detach()
-    evaluation = evaluate(config, run_dir)
+    evaluation = evaluate(config)
     assert set(evaluation.scores["adapter"]) == {"untouched", "aar-seed0", "aar-seed1"}
     assert len(evaluation.scores) == 3 * 2 and len(evaluation.samples) == 3 * (6 + 2)
     choices = evaluation.samples[evaluation.samples["task"] == "canned_choice"]
     assert choices.groupby("adapter")["responses"].first().nunique() == 3
 
     parts = {path: path.stat().st_mtime_ns for path in (run_dir / "evaluation" / "parts").iterdir()}
-    again = evaluate(config, run_dir)
+    again = evaluate(config)
     assert {path: path.stat().st_mtime_ns for path in (run_dir / "evaluation" / "parts").iterdir()} == parts
     assert again.scores.equals(evaluation.scores)
     with pytest.raises(ValueError, match="setting harness"):
-        evaluate(config.updated({"evaluate.batch_size": 2}), run_dir)
+        evaluate(config.updated({"evaluate.batch_size": 2}))
 
     with torch.no_grad():
         model.model.embed_tokens.weight.add_(1.0)
     model.save_pretrained(base)
     shutil.rmtree(run_dir / "evaluation")
     with pytest.raises(ValueError, match="no longer the base that the adapters were trained on"):
-        evaluate(config, run_dir)
+        evaluate(config)
+
+
+def test_a_node_without_the_drivers_tasks_finds_its_own(tmp_path):
+    write_choice(tmp_path / "tasks")
+    source = resolve_tasks(["canned_choice"], [tmp_path / "tasks"])
+    config = EvaluateConfig(tasks=("canned_choice", "nano_ioi"), include_path=tmp_path / "tasks", limit=3)
+    assert tasks_here(source, config, tmp_path / "here") == source and not (tmp_path / "here").exists()
+    found = tasks_here(source._replace(folders=("/nowhere",)), config, tmp_path / "here")
+    assert found.names == config.tasks and str(tmp_path / "here" / "tasks") in found.folders
+    assert {*config.tasks} <= {*task_manager(found).task_index}

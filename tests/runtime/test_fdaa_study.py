@@ -24,7 +24,7 @@ from aarlib.moe.record import intervene, record  # noqa: E402
 from aarlib.runtime.fdaa_config import FDAAStudyConfig  # noqa: E402
 from aarlib.runtime.fdaa_runs import find_adapters  # noqa: E402
 from aarlib.runtime.fdaa_study import Evaluator  # noqa: E402
-from aarlib.training.adapter import load_adapter, save_adapter  # noqa: E402
+from aarlib.training.adapter import load_adapter, read_metadata, save_adapter  # noqa: E402
 from aarlib.training.objectives import next_token_ce  # noqa: E402
 from tests.runtime.conversations import save_model  # noqa: E402
 
@@ -73,14 +73,19 @@ def run_values(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def evaluator(folder: Path) -> Evaluator:
     config = study(folder)
-    return Evaluator(config.model.model_dump(mode="json"), config.fdaa.model_dump(mode="json"), gpus=0)
+    return make(config, folder)
+
+
+def make(config: FDAAStudyConfig, folder: Path) -> Evaluator:
+    return Evaluator(config.model.model_dump(mode="json"), config.fdaa.model_dump(mode="json"), 0, storage=str(folder))
 
 
 @pytest.fixture(scope="module")
 def records(folder: Path, evaluator: Evaluator) -> pd.DataFrame:
+    common = {"seed": 5, "layers": list(LAYERS)}
     adapters = [
-        {"path": str(folder / "head"), "method": "fdaa", "seed": 5, "layers": list(LAYERS)},
-        {"path": str(folder / "table"), "method": "static_calibrator", "seed": 5, "layers": list(LAYERS)},
+        {"path": path, "method": method, "sha256": read_metadata(folder / path)["sha256"], **common}
+        for path, method in (("head", "fdaa"), ("table", "static_calibrator"))
     ]
     return evaluator({"id": "u", "run": "run", "domain": "texts", "split": "test", "adapters": adapters})
 
@@ -206,7 +211,7 @@ def test_what_cannot_be_evaluated_is_refused(folder: Path) -> None:
         find_adapters(study(folder), "run")
     with pytest.raises(ValueError, match="its test documents fill .* windows of 24 tokens, 5000 are wanted"):
         config = study(folder, **{"fdaa.test_windows": 5000})
-        Evaluator(config.model.model_dump(mode="json"), config.fdaa.model_dump(mode="json"), gpus=0)._of_domain("texts")
+        make(config, folder)._of_domain("texts")
     trained = {"config.json": json.dumps(run_values(folder)), "fdaa-seed0/x": ""}
     for name, text in trained.items():
         (folder / "runs" / "seen" / name).parent.mkdir(parents=True, exist_ok=True)

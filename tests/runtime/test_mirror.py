@@ -246,6 +246,20 @@ def test_a_bad_uri_names_the_field(on: Machine) -> None:
         pass
 
 
+def test_a_store_that_refuses_is_named_before_anything_starts(
+    uri: str, on: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(self: Mirror, name: str) -> None:
+        raise PermissionError("access denied\nby a long answer")
+
+    monkeypatch.setattr(Mirror, "_read", refuses)
+    for start in (lambda: update(config(uri)), lambda: held(config(uri)).__enter__()):
+        with pytest.raises(
+            ValueError, match="/one cannot be reached: access denied; check URI, network and credentials$"
+        ):
+            start()
+
+
 def test_working_copies_of_different_uris_never_meet(on: Machine) -> None:
     one, other = (run_directory(config(f"s3://{bucket}/runs?region=a")) for bucket in ("one", "other"))
     assert one != other and one.name == other.name == "one"

@@ -27,14 +27,13 @@ def test_scores_join_the_run_of_their_training(tmp_path):
     tracking.finish(started, tracking.FINISHED, dict.fromkeys(started.children, tracking.FINISHED))
     problems = track(
         config,
-        folder,
         scores(
             ("untouched", "quiz", "acc", "none", 0.25),
             ("aar-seed0", "quiz", "acc", "none", 0.5),
             ("aar-seed0", "sums", "exact_match", "answer", 0.75),
         ),
     )
-    again = track(config, folder, scores(("untouched", "quiz", "acc", "none", 0.375)))
+    again = track(config, scores(("untouched", "quiz", "acc", "none", 0.375)))
     assert problems == again == []
     client = MlflowClient(tracking_uri=started.uri)
     aar = client.get_run(started.children["aar-seed0"])
@@ -50,5 +49,5 @@ def test_scores_join_the_run_of_their_training(tmp_path):
     (folder / "aar-seed0" / "result.json").write_text("{}")
     resumed = tracking.start(config, folder)
     assert list(resumed.children) == ["router_sft-seed0"], "what is finished needs no run of its own"
-    assert not track(config, folder, scores(("aar-seed0", "quiz", "acc", "none", 0.625)))
+    assert not track(config, scores(("aar-seed0", "quiz", "acc", "none", 0.625)))
     assert client.get_run(started.children["aar-seed0"]).data.metrics["eval/quiz/acc"] == 0.625
