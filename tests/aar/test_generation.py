@@ -103,8 +103,7 @@ class CountTensors(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
-@pytest.mark.parametrize("with_head", [False, True])
-@pytest.mark.parametrize("family", ["olmoe", "gpt_oss", "qwen3_5_moe"])
+@pytest.mark.parametrize(("family", "with_head"), [("olmoe", False), ("gpt_oss", True), ("qwen3_5_moe", True)])
 def test_live_tensors_are_constant_over_50_generated_tokens(family: str, with_head: bool) -> None:
     attached, counter = Attached(family), CountTensors()
     if with_head:
@@ -114,7 +113,7 @@ def test_live_tensors_are_constant_over_50_generated_tokens(family: str, with_he
     assert len(set(counter.counts)) == 1, counter.counts
 
 
-@pytest.mark.parametrize(("checkpointing", "with_head"), [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("checkpointing", "with_head"), [(False, False), (True, True)])
 def test_live_tensors_are_constant_over_50_training_steps(checkpointing: bool, with_head: bool) -> None:
     attached, counts = Attached("olmoe"), []
     trainable = attached.handle.trainable()

@@ -9,11 +9,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pandas as pd
 import psutil
 import pytest
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -33,6 +35,7 @@ from aarlib.runtime.cluster import worker_environment  # noqa: E402
 from aarlib.runtime.run_directory import claim, held, pending_runs, run_directory, update  # noqa: E402
 from aarlib.runtime.storage import SCRATCH  # noqa: E402
 from aarlib.runtime.trainer import Prepared, TrainingResult, check, prepare, train, train_on  # noqa: E402
+from aarlib.runtime.training_run import _check_same_base  # noqa: E402
 from aarlib.runtime.writer import adapter_folder  # noqa: E402
 from aarlib.training.adapter import load_adapter, read_metadata  # noqa: E402
 from aarlib.training.config import RayConfig, RunConfig  # noqa: E402
@@ -285,13 +288,18 @@ def test_a_full_disk_ends_a_training_that_goes_on_when_there_is_room(
     assert [line["step"] for line in lines(ended, "metrics.jsonl")] == [0, 5, 10, 15]
 
 
-def test_a_workers_value_error_ends_the_training_at_once(bench: Bench, two_workers: TrainingResult) -> None:
-    folder = claim(bench.config("rebased"))
-    shutil.copytree(two_workers.folder / "untouched", folder / "untouched")
-    (folder / "untouched" / "base_sha256").write_text("0" * 64)
-    with pytest.raises(ValueError, match="the base is not the one this run directory was begun with"):
-        bench.train("rebased")
-    assert len((folder / "starts.jsonl").read_text().splitlines()) == 1
+def test_another_base_than_the_run_was_begun_with_is_refused(bench: Bench, tmp_path: Path) -> None:
+    stored = tmp_path / "base_sha256"
+    session: Any = SimpleNamespace(rank=0, config=bench.config("rebased"), frozen="1" * 64)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        stored.write_text("1" * 64)
+        _check_same_base(session, stored)
+        stored.write_text("0" * 64)
+        with pytest.raises(ValueError, match="the base is not the one this run directory was begun with"):
+            _check_same_base(session, stored)
+    finally:
+        dist.destroy_process_group()
 
 
 def rank_1_fails_at_step_2(job: dict[str, Any]) -> None:

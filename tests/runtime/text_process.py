@@ -79,8 +79,8 @@ def train(config: RunConfig) -> dict[str, list[dict[str, torch.Tensor]]]:
     table = windows_of(config)
     held_out = encoded_rows(table.filter(table["held_out"]))[:2]
     session = LocalSession(
-        config, claim(config), Tracking("", "", None, {}), len(epoch_rows(config, table, 0)), 0, 1, device, model, tokenizer,
-        [held_out], frozen_hash(model),
+        config, claim(config), lambda: None, Tracking("", "", None, {}), len(epoch_rows(config, table, 0)), 0, 1, device,
+        model, tokenizer, [held_out], frozen_hash(model),
     )  # fmt: skip
     seen: dict[str, list[dict[str, torch.Tensor]]] = {run.name: [] for run in config.runs()}
     stock_step = training_run.train_step
