@@ -7,7 +7,6 @@ it writes (WRITER, see aarlib.runtime.writer), and is collected by the driver.
 import json
 import logging
 import os
-import shutil
 import socket
 import threading
 import time
@@ -18,11 +17,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 import psutil
-import pyarrow.fs as pafs
 
 from aarlib.config import read_json_object, write_text_atomically
-from aarlib.data.conversations import open_location
-from aarlib.runtime.storage import is_uri, storage_folder
+from aarlib.runtime.storage import StoredFolder, is_uri, storage_folder
 
 logger = logging.getLogger("aarlib")
 
@@ -37,25 +34,19 @@ LEFT_OUT = ("ray_train", "prefix_cache")
 
 
 class Mirror:
-    """Run `name` under `storage`, and its working copy; a URI keeps its options (`s3://bucket/runs?region=...`)."""
+    """Run `name` under the URI `storage`, and its working copy."""
 
     def __init__(self, storage: str, name: str) -> None:
-        base, separator, options = storage.partition("?")
-        self.uri = f"{base.rstrip('/')}/{name}"
+        self.store = StoredFolder(storage, name)
+        self.uri = self.store.uri
         self.folder = storage_folder(storage) / name
-        try:
-            self._store, self._root = open_location(self.uri + separator + options)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"ray.storage = {storage!r} cannot be opened: {error}; check URI and credentials"
-            ) from error
         self._pushed: dict[str, tuple[int, int]] = {}
         self._mark, self._session, self._me = "", "", _me()
         self._pushing = threading.Lock()
 
     def update(self) -> bool:
         """Bring the working copy to the state of the store, where another machine has written that since; whether it had."""
-        there, here = self._read(STAMP), self._sessions_here()
+        there, here = self.store.read_json(STAMP), self._sessions_here()
         session = None if there is None else there["session"]
         if session in here:
             return False
@@ -76,12 +67,7 @@ class Mirror:
         """
         files = [name for name in self._stored() if name.startswith(below)]
         for name in files:
-            target = self.folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-            with self._store.open_input_stream(f"{self._root}/{name}") as source, temporary.open("wb") as sink:
-                shutil.copyfileobj(source, sink)
-            temporary.replace(target)
+            self.store.fetch(name, self.folder / name)
         if exact:
             for name in {name for name in self._local() if name.startswith(below)} - {*files}:
                 (self.folder / name).unlink()
@@ -105,16 +91,16 @@ class Mirror:
 
     def collect(self) -> None:
         """Read what worker groups on other nodes wrote here or below, and end their right to write."""
-        for path in self._paths():
+        for path in self.store.files():
             if PurePosixPath(path).name == WRITER:
                 self.pull(below=path.removesuffix(WRITER))
-                self._delete(path)
+                self.store.delete(path)
 
     def push(self, last: bool = False) -> int:
         """Copy what changed, oldest first, so that a file that declares something finished follows what it declares; remove what
         is gone here. The number of files copied. A ValueError where another session has taken over."""
         with self._pushing:
-            there = self._read(self._mark)
+            there = self.store.read_json(self._mark)
             if there is None or there["session"] != self._session:
                 raise ValueError(
                     f"ray.storage: {self.uri} was taken over by another process; nothing more is written to it"
@@ -126,13 +112,13 @@ class Mirror:
             ]
             for name in changed:
                 try:
-                    self._write(name, (self.folder / name).read_bytes())
+                    self.store.write(name, (self.folder / name).read_bytes())
                 except FileNotFoundError:
                     if (self.folder / name).exists():
                         raise
                     del found[name]
             for name in sorted({*self._pushed} - {*found}):
-                self._delete(name)
+                self.store.delete(name)
             self._pushed = found
             return len(changed)
 
@@ -166,14 +152,14 @@ class Mirror:
             self.push(last=True)
 
     def _wait_for_others(self) -> None:
-        there = self._read(STAMP)
+        there = self.store.read_json(STAMP)
         if there is None or time.time() - there["time"] >= EXPIRES_S or _is_gone(there):
             return
         logger.info("%s: waiting whether %s still writes to it", self.uri, there["who"])
         end = time.monotonic() + EXPIRES_S
         while time.monotonic() < end:
             time.sleep(POLL_S)
-            now = self._read(STAMP)
+            now = self.store.read_json(STAMP)
             if now is None or now["time"] == 0.0:
                 return
             if now != there:
@@ -196,39 +182,16 @@ class Mirror:
         """Here first, with what the store has before: an end between the two writes leaves the working copy valid."""
         self._mark, self._session = mark, uuid.uuid4().hex
         if mark == STAMP:
-            there = self._read(STAMP)
+            there = self.store.read_json(STAMP)
             self._note(self._session, None if there is None else there["session"])
         self._stamp()
 
     def _stamp(self, ended: bool = False) -> None:
         content = {"session": self._session, **self._me, "time": 0.0 if ended else time.time()}
-        self._write(self._mark, json.dumps(content).encode())
-
-    def _read(self, name: str) -> dict[str, Any] | None:
-        path = f"{self._root}/{name}"
-        if self._store.get_file_info(path).type != pafs.FileType.File:
-            return None
-        with self._store.open_input_stream(path) as stream:
-            return json.loads(stream.read())
-
-    def _write(self, name: str, data: bytes) -> None:
-        path = f"{self._root}/{name}"
-        if isinstance(self._store, pafs.LocalFileSystem):
-            self._store.create_dir(str(PurePosixPath(path).parent), recursive=True)
-        with self._store.open_output_stream(path, compression=None) as stream:
-            stream.write(data)
-
-    def _delete(self, name: str) -> None:
-        path = f"{self._root}/{name}"
-        if self._store.get_file_info(path).type == pafs.FileType.File:
-            self._store.delete_file(path)
-
-    def _paths(self) -> list[str]:
-        infos = self._store.get_file_info(pafs.FileSelector(self._root, recursive=True, allow_not_found=True))
-        return sorted(info.path.removeprefix(f"{self._root}/") for info in infos if info.type == pafs.FileType.File)
+        self.store.write(self._mark, json.dumps(content).encode())
 
     def _stored(self) -> list[str]:
-        return [path for path in self._paths() if _is_kept(path)]
+        return [path for path in self.store.files() if _is_kept(path)]
 
     def _local(self) -> dict[str, tuple[int, int]]:
         """Files by name with (time of change in ns, bytes)."""

@@ -13,7 +13,7 @@ pytest.importorskip("ray")
 from aarlib.runtime import mirror  # noqa: E402
 from aarlib.runtime.mirror import STAMP, WRITER, Mirror  # noqa: E402
 from aarlib.runtime.run_directory import claim, held, run_directory, update  # noqa: E402
-from aarlib.runtime.storage import SCRATCH, located, storage_folder  # noqa: E402
+from aarlib.runtime.storage import SCRATCH, StoredFolder, located, storage_folder  # noqa: E402
 from aarlib.runtime.writer import mark_start, writer  # noqa: E402
 from aarlib.training.config import RunConfig  # noqa: E402
 from tests.object_store import SCHEMES, ObjectStore, object_store  # noqa: E402
@@ -106,7 +106,7 @@ def test_what_a_killed_driver_had_not_pushed_is_kept(uri: str, on: Machine) -> N
         assert (folder / "late").is_file()
     assert "late" in stored(uri)
     one = Mirror(uri, "one")
-    one._note("of a start that ended before it reached the store", one._read(STAMP)["session"])  # pyright: ignore
+    one._note("of a start that ended before it reached the store", one.store.read_json(STAMP)["session"])  # pyright: ignore
     (folder / "later").write_text("1")
     with held(config(uri)):
         pass
@@ -117,8 +117,8 @@ def test_a_store_that_was_emptied_is_not_filled_again_unasked(uri: str, on: Mach
     with held(config(uri)):
         claim(config(uri))
     one = Mirror(uri, "one")
-    for path in one._paths():
-        one._delete(path)
+    for path in one.store.files():
+        one.store.delete(path)
     with pytest.raises(ValueError, match="is gone, its working copy .* is not; remove that too"), held(config(uri)):
         pass
 
@@ -177,7 +177,7 @@ def test_a_worker_group_elsewhere_pushes_and_the_driver_collects(uri: str, on: M
         mirror.collect(uri, "one")
         assert names(folder) == ["a/result.json", "config.json"]
     assert stored(uri) == ["a/result.json", "config.json"]
-    assert Mirror(uri, "one")._read(WRITER) is None
+    assert Mirror(uri, "one").store.read_json(WRITER) is None
 
 
 def test_what_a_group_elsewhere_pushed_outlives_its_driver(uri: str, on: Machine) -> None:
@@ -249,10 +249,10 @@ def test_a_bad_uri_names_the_field(on: Machine) -> None:
 def test_a_store_that_refuses_is_named_before_anything_starts(
     uri: str, on: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuses(self: Mirror, name: str) -> None:
+    def refuses(self: StoredFolder, name: str) -> None:
         raise PermissionError("access denied\nby a long answer")
 
-    monkeypatch.setattr(Mirror, "_read", refuses)
+    monkeypatch.setattr(StoredFolder, "read_json", refuses)
     for start in (lambda: update(config(uri)), lambda: held(config(uri)).__enter__()):
         with pytest.raises(
             ValueError, match="/one cannot be reached: access denied; check URI, network and credentials$"
