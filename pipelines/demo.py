@@ -42,10 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def next_config(config: RunConfig) -> RunConfig:
     """The config under the first name whose demo is not finished: a free one, or an interrupted one to take up again."""
+    from aarlib.runtime import mirror
     from aarlib.runtime.run_directory import check_claim, run_directory
 
     for number in itertools.count(1):
         candidate = config if number == 1 else config.updated({"name": f"{config.name}_{number}"})
+        mirror.update(candidate.ray.storage, candidate.name)
         if not read_stages(run_directory(candidate)).get("finished", False):
             check_claim(candidate)
             return candidate
@@ -54,7 +56,7 @@ def next_config(config: RunConfig) -> RunConfig:
 
 def run(config: RunConfig) -> None:
     from aarlib.runtime.process_tree import PeakMemory
-    from aarlib.runtime.run_directory import run_directory
+    from aarlib.runtime.run_directory import held, run_directory
 
     folder = run_directory(config)
     print(f"aarlib demo: {len(config.runs())} trainings, run directory {folder}", flush=True)
@@ -64,8 +66,9 @@ def run(config: RunConfig) -> None:
         stages.run("train", ", ".join(config.method) + " with Ray Train and DeepSpeed", lambda: train(config))
         stages.run("sweep", "window and layers with Ray Tune", lambda: sweep(config))
         stages.run("evaluate", f"every adapter and the untouched model on {tasks}", lambda: evaluate(config))
+    with held(config):
         stages.finish()
-    conclude(folder, config, sum(stages.wall_s.values()), stages.peak_gib)
+        conclude(folder, config, sum(stages.wall_s.values()), stages.peak_gib)
 
 
 class Stages:
@@ -138,9 +141,11 @@ def sweep(config: RunConfig) -> None:
 def evaluate(config: RunConfig) -> None:
     from aarlib.runtime import evaluation
     from aarlib.runtime.cluster import connect
+    from aarlib.runtime.run_directory import held
 
     connect(config.ray)
-    scores = evaluation.evaluate(config).scores
+    with held(config):
+        scores = evaluation.evaluate(config).scores
     for problem in evaluation.track(config, scores):
         print(f"MLflow refused: {problem}", file=sys.stderr)
 

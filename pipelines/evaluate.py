@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-from aarlib.runtime.run_directory import check_claim, held, update
+from aarlib.runtime.run_directory import held, update
 from aarlib.training.config import RunConfig
 from pipelines.command_line import parse_verb
 
@@ -45,7 +45,6 @@ def describe(config: RunConfig) -> str:
     """What would be scored; nothing is written."""
     from aarlib.runtime.evaluation import find_adapters, find_tasks
 
-    check_claim(config)
     update(config)
     adapters = find_adapters(config)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,5 +1,6 @@
 """lm-eval over adapters in parallel: one unit per (adapter, task), each scored on the base that its actor holds."""
 
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -61,6 +62,7 @@ def evaluate(config: RunConfig) -> Evaluation:
     settings = {
         "model": config.model.model_dump(mode="json"),
         "tasks": source.names,
+        "include_path": None if config.evaluate.include_path is None else digest_of(config.evaluate.include_path),
         "harness": harness_settings(config.evaluate)._asdict(),
         "gpus": config.evaluate.gpus_per_actor,
         "base_fingerprint": base_fingerprint(adapters),
@@ -97,6 +99,7 @@ class Evaluator:
         harness: Mapping[str, Any],
         gpus: float,
         base_fingerprint: str,
+        include_path: str | None,
         storage: str,
         name: str,
         folders: Sequence[str],
@@ -192,6 +195,15 @@ def find_tasks(config: EvaluateConfig, folder: str | Path) -> TaskSource:
 
         include.append(write_tasks(Path(folder).resolve() / "tasks", documents=config.limit or NANO_DOCUMENTS, seed=0))
     return resolve_tasks(config.tasks, include)
+
+
+def digest_of(folder: Path) -> str:
+    """sha256 of the names and contents of the files in `folder` and below: the tasks that a user defined there."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts):
+        digest.update(f"{path.relative_to(folder).as_posix()}\n{path.stat().st_size}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def tasks_here(source: TaskSource, config: EvaluateConfig, folder: Path) -> TaskSource:

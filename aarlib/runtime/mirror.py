@@ -1,9 +1,12 @@
 """A run directory whose `ray.storage` is a URI: the object store has it, a folder on this machine is worked in and pushed.
 
-One driver at a time may push (its session stands in STAMP); beside it, a worker group that writes from another node pushes what
-it writes (WRITER, see aarlib.runtime.writer), and is collected by the driver.
+One driver at a time holds a run: its session stands in STAMP. While a worker group trains, the run's files are the group's
+(WRITER), from whatever node it writes: the driver hands them over, pushes the rest, and collects them afterwards. A working copy
+that is behind the store is brought up to it; what only the copy had is set aside.
 """
 
+import _thread
+import fcntl
 import json
 import logging
 import os
@@ -11,24 +14,26 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import PurePosixPath
 from typing import Any
 
 import psutil
 
 from aarlib.config import read_json_object, write_text_atomically
-from aarlib.runtime.storage import StoredFolder, is_uri, storage_folder
+from aarlib.runtime.storage import LOCK, WRITER_LOCK, StoredFolder, is_uri, sole_writer, storage_folder
 
 logger = logging.getLogger("aarlib")
 
-STAMP, WRITER = ".mirror.json", ".writer.json"
-"""Who pushes into this folder of the store: a driver (also noted in the working copy), a worker group on another node."""
+STAMP, WRITER, START = ".mirror.json", ".writer.json", ".start"
+"""In the store: who holds a run, and which worker group writes it. In a working copy: the session it belongs to, and that a
+worker group was started on it."""
 PUSH_EVERY_S = 60.0
 EXPIRES_S = 5 * PUSH_EVERY_S
 """A session that was not renewed for so long has ended."""
-POLL_S = 5.0
+POLL_S, SETTLE_S = 5.0, 1.0
+"""Between looks at a session that may be alive; until two that begin at once see each other."""
 LEFT_OUT = ("ray_train", "prefix_cache")
 """Folders that no start reads again: Ray's own state, and what can be computed again."""
 
@@ -44,28 +49,29 @@ class Mirror:
         self._mark, self._session, self._me = "", "", _me()
         self._pushing = threading.Lock()
 
-    def update(self) -> bool:
-        """Bring the working copy to the state of the store, where another machine has written that since; whether it had."""
+    def update(self) -> None:
+        """Bring the working copy to the state of the store, where another machine has written that since."""
         there, here = self.store.read_json(STAMP), self._sessions_here()
         session = None if there is None else there["session"]
         if session in here:
-            return False
-        if session is None:
+            return
+        if there is None:
             raise ValueError(
                 f"ray.storage: {self.uri} is gone, its working copy {self.folder} is not; remove that too to start afresh, or "
                 "choose another name"
             )
+        self._set_aside()
         count = self.pull(exact=True)
-        self._note(session, session)
+        seen = session if there["time"] == 0.0 else f"{session}, not yet ended"
+        self._note(seen, seen)
         logger.info("%d files from %s", count, self.uri)
-        return True
 
     def pull(self, below: str = "", exact: bool = False) -> int:
         """Copy what the store has `below` into the folder, each file renamed into place when complete; the number of files.
 
         `exact`: remove what the store has not.
         """
-        files = [name for name in self._stored() if name.startswith(below)]
+        files = [name for name in self.store.sizes() if _is_kept(name) and name.startswith(below)]
         for name in files:
             self.store.fetch(name, self.folder / name)
         if exact:
@@ -74,52 +80,65 @@ class Mirror:
         return len(files)
 
     def open(self) -> None:
-        """Begin this process's session of pushes; a ValueError where another one goes on pushing."""
+        """Begin this process's session; a ValueError where another one goes on."""
         self._wait_for_others()
-        is_fresh = self.update()
+        self.update()
         self.collect()
-        self._pushed = self._local() if is_fresh else dict.fromkeys(self._stored(), (0, 0))
+        for name in filter(_is_kept, self.store.sizes()):
+            if not (self.folder / name).is_file():
+                self.store.fetch(name, self.folder / name)
         self._begin(STAMP)
         self.push()
         self._note(self._session, self._session)
 
-    def take(self) -> None:
-        """Begin to push what a worker group writes on this node, from an exact copy of the store; ends one before it."""
+    def hand_over(self, token: str) -> None:
+        """Give all files to the worker group that is started with `token`."""
+        write_text_atomically(self.folder / START, token)
+        for name in self._local():
+            self.store.write(name, (self.folder / name).read_bytes())
+
+    def take(self, token: str) -> None:
+        """Begin to push what the worker group of `token` writes on this node, from an exact copy of the store."""
         self.pull(exact=True)
         self._pushed = self._local()
-        self._begin(WRITER)
+        self._begin(WRITER, token=token)
 
-    def collect(self) -> None:
-        """Read what worker groups on other nodes wrote here or below, and end their right to write."""
-        for path in self.store.files():
-            if PurePosixPath(path).name == WRITER:
-                self.pull(below=path.removesuffix(WRITER))
-                self.store.delete(path)
+    def collect(self, token: str | None = None) -> None:
+        """Take back what worker groups (or that of `token` only) wrote here or below, and end their right to write."""
+        for path in [path for path in self.store.sizes() if PurePosixPath(path).name == WRITER]:
+            group = self.store.read_json(path)
+            if group is None or token not in (None, group["token"]):
+                continue
+            self.store.write(path, json.dumps({"session": "ended", "token": group["token"]}).encode())
+            self.pull(below=path.removesuffix(WRITER), exact=True)
+            self.store.delete(path)
+        for start in self.folder.rglob(START):
+            if token in (None, start.read_text(encoding="utf-8")):
+                start.unlink()
 
     def push(self, last: bool = False) -> int:
         """Copy what changed, oldest first, so that a file that declares something finished follows what it declares; remove what
         is gone here. The number of files copied. A ValueError where another session has taken over."""
         with self._pushing:
-            there = self.store.read_json(self._mark)
-            if there is None or there["session"] != self._session:
-                raise ValueError(
-                    f"ray.storage: {self.uri} was taken over by another process; nothing more is written to it"
-                )
-            self._stamp(ended=last)
-            found = self._local()
-            changed = [
-                name for name in sorted(found, key=lambda name: found[name]) if self._pushed.get(name) != found[name]
-            ]
+            self._check()
+            self._stamp()
+            found = {name: state for name, state in self._local().items() if self._is_mine(name)}
+            changed = [name for name in sorted(found, key=found.__getitem__) if self._pushed.get(name) != found[name]]
             for name in changed:
+                self._check()
                 try:
                     self.store.write(name, (self.folder / name).read_bytes())
                 except FileNotFoundError:
                     if (self.folder / name).exists():
                         raise
                     del found[name]
-            for name in sorted({*self._pushed} - {*found}):
+            kept = self._local()
+            for name in [name for name in self._pushed if name not in kept and self._is_mine(name)]:
+                self._check()
                 self.store.delete(name)
             self._pushed = found
+            if last:
+                self._stamp(ended=True)
             return len(changed)
 
     def try_push(self) -> None:
@@ -130,8 +149,8 @@ class Mirror:
             logger.warning("%s was not copied to %s: %s", self.folder, self.uri, error)
 
     @contextmanager
-    def pushing(self) -> Iterator[None]:
-        """Push every minute, and at the end; that one raises where it fails."""
+    def pushing(self, when_taken: Callable[[], None]) -> Iterator[None]:
+        """Push every minute, and at the end; that one raises where it fails. `when_taken`: another session has taken over."""
         ended = threading.Event()
 
         def push_again() -> None:
@@ -140,6 +159,7 @@ class Mirror:
                     self.try_push()
                 except ValueError as error:
                     logger.error("%s", error)
+                    when_taken()
                     return
 
         thread = threading.Thread(target=push_again, daemon=True)
@@ -149,7 +169,11 @@ class Mirror:
         finally:
             ended.set()
             thread.join()
-            self.push(last=True)
+            try:
+                self.push(last=True)
+            except OSError as error:
+                logger.error("%s has what %s lacks: %s; run the same command again", self.folder, self.uri, error)
+                raise
 
     def _wait_for_others(self) -> None:
         there = self.store.read_json(STAMP)
@@ -163,9 +187,17 @@ class Mirror:
             if now is None or now["time"] == 0.0:
                 return
             if now != there:
-                raise ValueError(
-                    f"ray.storage: {self.uri} is in use by {now['who']}; wait for it, or choose another name"
-                )
+                raise self._in_use(now)
+
+    def _in_use(self, there: dict[str, Any]) -> ValueError:
+        return ValueError(f"ray.storage: {self.uri} is in use by {there['who']}; wait for it, or choose another name")
+
+    def _check(self) -> None:
+        there = self.store.read_json(self._mark)
+        if there is None or there["session"] != self._session:
+            raise ValueError(
+                f"ray.storage: {self.uri} was taken over by another process; nothing more is written to it"
+            )
 
     def _sessions_here(self) -> tuple[str | None, ...]:
         """Sessions of the store that this working copy is not behind; None is that of an empty store."""
@@ -175,23 +207,37 @@ class Mirror:
         stored = read_json_object(path)
         return (stored["session"], stored["before"])
 
-    def _note(self, session: str, before: str | None) -> None:
+    def _note(self, session: str | None, before: str | None) -> None:
         write_text_atomically(self.folder / STAMP, json.dumps({"session": session, "before": before}))
 
-    def _begin(self, mark: str) -> None:
+    def _begin(self, mark: str, **more: str) -> None:
         """Here first, with what the store has before: an end between the two writes leaves the working copy valid."""
         self._mark, self._session = mark, uuid.uuid4().hex
+        self._me = {**self._me, **more}
         if mark == STAMP:
             there = self.store.read_json(STAMP)
             self._note(self._session, None if there is None else there["session"])
         self._stamp()
+        time.sleep(SETTLE_S)
+        now = self.store.read_json(mark)
+        if now is not None and now["session"] != self._session:
+            raise self._in_use(now)
 
     def _stamp(self, ended: bool = False) -> None:
         content = {"session": self._session, **self._me, "time": 0.0 if ended else time.time()}
         self.store.write(self._mark, json.dumps(content).encode())
 
-    def _stored(self) -> list[str]:
-        return [path for path in self.store.files() if _is_kept(path)]
+    def _set_aside(self) -> None:
+        """Move what the store has not, or otherwise, to a folder beside: a killed process had not pushed it."""
+        sizes, place = self.store.sizes(), self.folder / f".aside-{time.time_ns()}"
+        only_here = [name for name, (_, size) in self._local().items() if sizes.get(name) != size]
+        for name in only_here:
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.folder / name).rename(place / name)
+        if only_here:
+            logger.warning(
+                "%s is behind %s; %d files are set aside in %s", self.folder, self.uri, len(only_here), place
+            )
 
     def _local(self) -> dict[str, tuple[int, int]]:
         """Files by name with (time of change in ns, bytes)."""
@@ -203,6 +249,11 @@ class Mirror:
                 found[name] = (status.st_mtime_ns, status.st_size)
         return found
 
+    def _is_mine(self, name: str) -> bool:
+        """Whether this session pushes a file: a driver leaves alone what it has handed over."""
+        above = (self.folder / name).relative_to(self.folder).parents
+        return self._mark == WRITER or not any((self.folder / folder / START).is_file() for folder in above)
+
 
 @contextmanager
 def kept_up(storage: str, name: str) -> Iterator[None]:
@@ -211,25 +262,58 @@ def kept_up(storage: str, name: str) -> Iterator[None]:
         yield
         return
     mirror = Mirror(storage, name)
-    with _reached(mirror):
+    with _reached(mirror), sole_writer(mirror.folder):
         mirror.open()
-    with mirror.pushing():
+    with mirror.pushing(when_taken=_thread.interrupt_main):
         yield
     logger.info("%s is copied to %s", mirror.folder, mirror.uri)
 
 
 def update(storage: str, name: str) -> None:
-    """The working copy as the store has it; nothing where `storage` is a folder."""
-    if is_uri(storage):
-        mirror = Mirror(storage, name)
-        with _reached(mirror):
-            mirror.update()
+    """The working copy as the store has it; nothing where `storage` is a folder, or a process of this machine writes the copy."""
+    if not is_uri(storage):
+        return
+    mirror = Mirror(storage, name)
+    mirror.folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as locks, _reached(mirror):
+        for lock in (LOCK, WRITER_LOCK):
+            file = locks.enter_context((mirror.folder / lock).open("a"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+        mirror.update()
 
 
-def collect(storage: str, name: str) -> None:
-    """What worker groups on other nodes wrote, into the working copy; nothing where `storage` is a folder."""
-    if is_uri(storage):
-        Mirror(storage, name).collect()
+def hand_over(storage: str, name: str) -> str:
+    """Give the run's files to a worker group; the token by which the group recognises its driver's folder."""
+    token, folder = uuid.uuid4().hex, storage_folder(storage) / name
+    if not is_uri(storage):
+        write_text_atomically(folder / START, token)
+        return token
+    with sole_writer(folder):
+        Mirror(storage, name).hand_over(token)
+    return token
+
+
+@contextmanager
+def collected(storage: str, name: str, token: str) -> Iterator[None]:
+    """What the worker group of `token` wrote is in the driver's folder behind it, however it ends."""
+    if not is_uri(storage):
+        yield
+        return
+    mirror = Mirror(storage, name)
+    try:
+        yield
+    except BaseException:
+        try:
+            with sole_writer(mirror.folder):
+                mirror.collect(token)
+        except OSError as error:
+            logger.error("%s has what %s lacks: %s; run the same command again", mirror.uri, mirror.folder, error)
+        raise
+    with sole_writer(mirror.folder):
+        mirror.collect(token)
 
 
 @contextmanager

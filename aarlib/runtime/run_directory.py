@@ -11,10 +11,9 @@ from typing import Any, Protocol, Self
 
 from aarlib.config import read_json_object, write_text_atomically
 from aarlib.runtime import mirror
-from aarlib.runtime.storage import storage_folder
+from aarlib.runtime.storage import LOCK, is_uri, storage_folder
 from aarlib.training.config import Run, RunConfig
 
-LOCK = ".lock"
 MAY_DIFFER = ("ray", "tracking", "evaluate")
 """Tables that do not change what a training computes, so a run can be resumed with other values."""
 
@@ -47,8 +46,9 @@ def run_directory(config: Claimant) -> Path:
 
 
 def update(config: Claimant) -> Path:
-    """The run directory, as the store has it where `ray.storage` is a URI."""
+    """The run directory, as the store has it where `ray.storage` is a URI; a ValueError where it is another run's."""
     mirror.update(config.ray.storage, config.name)
+    check_claim(config)
     return run_directory(config)
 
 
@@ -63,7 +63,7 @@ def check_claim(config: Claimant) -> None:
                 f"name = {config.name!r}: the run directory {folder} exists with another config ({'; '.join(differences)}); "
                 "choose another name, or remove the directory"
             )
-    elif folder.exists() and any(path.name not in (LOCK, mirror.STAMP) for path in folder.iterdir()):
+    elif not is_uri(config.ray.storage) and folder.exists() and any(path.name[0] != "." for path in folder.iterdir()):
         raise ValueError(f"name = {config.name!r}: {folder} exists and is no run directory; choose another name")
 
 
@@ -78,8 +78,9 @@ def claim(config: Claimant) -> Path:
 @contextmanager
 def held(config: Claimant) -> Iterator[Path]:
     """The run directory, held by this process alone; the lock ends with the process, however it ends."""
-    check_claim(config)
     folder = run_directory(config)
+    if not is_uri(config.ray.storage):
+        check_claim(config)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a+", encoding="utf-8") as lock:
         try:

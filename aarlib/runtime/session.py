@@ -28,7 +28,7 @@ class Job(NamedTuple):
 
     config: dict[str, Any]
     token: str
-    """By which the driver's run directory is recognised."""
+    """By which the driver's run directory is recognised, and what the group writes."""
     tracking: Tracking
     num_train: int
 

@@ -1,10 +1,13 @@
 """Where run directories lie: in a folder, or in an object store with a working copy on this machine."""
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -15,6 +18,8 @@ from aarlib.data.conversations import open_location
 SCRATCH = "AARLIB_SCRATCH"
 """Environment variable of a node: the folder for working copies of runs whose `ray.storage` is a URI."""
 DEFAULT_SCRATCH = "~/.cache/aarlib/runs"
+LOCK, WRITER_LOCK = ".lock", ".writer.lock"
+"""Held by the driver of a run directory, and by the rank 0 that writes into it."""
 
 
 def is_uri(storage: str | Path) -> bool:
@@ -35,6 +40,15 @@ def located(storage: str | Path) -> str:
     return str(storage) if is_uri(storage) else str(storage_folder(storage))
 
 
+@contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Wait until no worker group of this machine writes into `folder`: one whose driver was killed may live on for a while."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / WRITER_LOCK).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 class StoredFolder:
     """Folder `name` under the URI `storage`, which keeps its options (`s3://bucket/runs?region=...`); its files by inner path.
 
@@ -42,19 +56,20 @@ class StoredFolder:
     """
 
     def __init__(self, storage: str, name: str) -> None:
-        base, separator, options = storage.partition("?")
-        self.uri = f"{base.rstrip('/')}/{name}"
+        self.uri = f"{storage.partition('?')[0].rstrip('/')}/{name}"
         try:
-            self._filesystem, self._root = open_location(self.uri + separator + options)
+            self._filesystem, base = open_location(storage)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"ray.storage = {storage!r} cannot be opened: {error}; check URI and credentials"
             ) from error
+        self._root = f"{base.rstrip('/')}/{name}"
 
-    def files(self) -> list[str]:
-        """Sorted; none where there is no such folder."""
+    def sizes(self) -> dict[str, int]:
+        """In bytes, of every file; nothing where there is no such folder."""
         found = self._filesystem.get_file_info(pafs.FileSelector(self._root, recursive=True, allow_not_found=True))
-        return sorted(info.path.removeprefix(f"{self._root}/") for info in found if info.type == pafs.FileType.File)
+        files = [info for info in found if info.type == pafs.FileType.File]
+        return {info.path.removeprefix(f"{self._root}/"): info.size for info in files}
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         if not self._has(name):
@@ -71,11 +86,16 @@ class StoredFolder:
         temporary.replace(target)
 
     def write(self, name: str, data: bytes) -> None:
-        path = f"{self._root}/{name}"
-        if isinstance(self._filesystem, pafs.LocalFileSystem):
-            self._filesystem.create_dir(str(PurePosixPath(path).parent), recursive=True)
-        with self._filesystem.open_output_stream(path, compression=None) as stream:
+        """Whole or not at all: an object store shows an object when it is complete, a folder a renamed file."""
+        path = PurePosixPath(self._root) / name
+        is_local = isinstance(self._filesystem, pafs.LocalFileSystem)
+        if is_local:
+            self._filesystem.create_dir(str(path.parent), recursive=True)
+        written = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp") if is_local else path
+        with self._filesystem.open_output_stream(str(written), compression=None) as stream:
             stream.write(data)
+        if is_local:
+            self._filesystem.move(str(written), str(path))
 
     def delete(self, name: str) -> None:
         """Nothing where it is gone already."""

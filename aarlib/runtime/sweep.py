@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import util
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,8 @@ from aarlib.report.records import Sweep, read_run
 from aarlib.report.tables import paired_difference
 from aarlib.runtime import tracking
 from aarlib.runtime.cluster import check_resources, concurrent_groups, connect
-from aarlib.runtime.run_directory import check_claim, claim, held, update
+from aarlib.runtime.run_directory import claim, held, update
+from aarlib.runtime.storage import located
 from aarlib.runtime.tracking import Tracking
 from aarlib.runtime.trainer import Prepared, check, prepare, record_data, train_on
 from aarlib.runtime.tune_study import Study, leaves_rows_alone, resolved, trial_config
@@ -32,8 +33,7 @@ METRIC = "held_out/ce"
 STUDY, FIGURE = "study.json", "sweep.svg"
 TUNE_FOLDER = "ray_tune"
 NO_GROUP = PlacementGroupSchedulingStrategy(placement_group=None)  # pyright: ignore[reportArgumentType]
-DRIVER_RESOURCES = {"node:__internal_head__": 0.001}
-"""A trial's driver sits on the head node and takes no CPU from the worker groups (Tune refuses a request for nothing)."""
+HEAD = "node:__internal_head__"
 
 
 class SweepResult(NamedTuple):
@@ -92,9 +92,9 @@ def _draw(found: Sweep, folder: Path) -> None:
 def check_sweep(config: RunConfig, study: Study, name: str) -> RunConfig:
     """The sweep's own config, checked without Ray: its data, methods and run directory, and that it is the study begun there."""
     study = resolved(study, config)
-    base = trial_config(config, study, {}, f"{config.name}-{name}")
+    here = {"ray.storage": located(config.ray.storage)}
+    base = trial_config(config, study, {}, f"{config.name}-{name}").updated(here)
     check(base)
-    check_claim(base)
     stored = update(base) / STUDY
     if stored.is_file() and (found := json.loads(stored.read_text(encoding="utf-8"))) != (wanted := study.record()):
         changed = ", ".join(sorted(key for key in wanted if found.get(key) != wanted[key]))
@@ -165,7 +165,7 @@ def _tuner(base: RunConfig, study: Study, folder: Path, tracked: Tracking, share
             tracked=tracked,
             shared=shared,
         ),
-        tune.PlacementGroupFactory([DRIVER_RESOURCES]),
+        tune.PlacementGroupFactory([{this_node(ray.nodes(), ray.get_runtime_context().get_node_id()): 0.001}]),
     )
     stored = str(folder / TUNE_FOLDER)
     if tune.Tuner.can_restore(stored):
@@ -187,6 +187,13 @@ def _tuner(base: RunConfig, study: Study, folder: Path, tracked: Tracking, share
         ),
         run_config=tune.RunConfig(name=TUNE_FOLDER, storage_path=str(folder), verbose=0, callbacks=[Announce()]),
     )
+
+
+def this_node(nodes: Sequence[Mapping[str, Any]], node_id: str) -> str:
+    """The resource by which a trial's driver is placed beside the sweep's, whose folder it shares; it takes no CPU from the
+    worker groups (Tune refuses a request for nothing)."""
+    resources = next(node["Resources"] for node in nodes if node["NodeID"] == node_id)
+    return HEAD if HEAD in resources else next(name for name in resources if name.startswith("node:"))
 
 
 def trial_name(trial: Any) -> str:

@@ -24,15 +24,14 @@ from aarlib.moe.loading import load_tokenizer
 from aarlib.runtime import tracking
 from aarlib.runtime.cluster import check_resources, connect, user_error, worker_environment
 from aarlib.runtime.corpus import Corpus, build_corpus, ordered
-from aarlib.runtime.mirror import collect
+from aarlib.runtime.mirror import collected, hand_over
 from aarlib.runtime.plan import Plan, plan
-from aarlib.runtime.run_directory import check_claim, claim, held, is_finished, pending_runs, run_directory, update
+from aarlib.runtime.run_directory import claim, held, is_finished, pending_runs, run_directory, update
 from aarlib.runtime.session import Job, dataset_name, epochs_needed, total_steps
 from aarlib.runtime.storage import located
 from aarlib.runtime.text_corpus import build_text_corpus, find_texts, ordered_units
 from aarlib.runtime.tracking import Tracking
 from aarlib.runtime.worker import train_worker
-from aarlib.runtime.writer import mark_start
 from aarlib.training.config import RunConfig
 
 logger = logging.getLogger("aarlib")
@@ -59,9 +58,7 @@ class Prepared(NamedTuple):
 def train(config: RunConfig) -> TrainingResult:
     """Train every (method, seed) of `config` that has no result.json yet; a ValueError on bad input before anything expensive."""
     planned = check(config)
-    check_claim(config)
     folder = update(config)
-    check_claim(config)
     if not pending_runs(folder, config):
         logger.info("%s: every run is finished", config.name)
         return TrainingResult(folder, planned, None, ())
@@ -126,10 +123,11 @@ def train_on(
     status = tracking.FAILED
     problems: list[str] = []
     try:
-        _fit(config, prepared, folder, tracked, callbacks)
+        token = hand_over(config.ray.storage, config.name)
+        with collected(config.ray.storage, config.name, token):
+            _fit(config, prepared, folder, token, tracked, callbacks)
         status = tracking.FINISHED
     finally:
-        collect(config.ray.storage, config.name)
         children = {run.name: tracking.FINISHED for run in config.runs() if is_finished(folder, run)}
         problems = tracking.finish(tracked, status, children)
     return TrainingResult(folder, planned, tracked, (*tracked.problems, *problems))
@@ -145,9 +143,11 @@ def _announce(config: RunConfig, corpus: Corpus, planned: Plan) -> None:
     )  # fmt: skip
 
 
-def _fit(config: RunConfig, prepared: Prepared, folder: Path, tracked: Tracking, callbacks: Sequence[Any]) -> None:
+def _fit(
+    config: RunConfig, prepared: Prepared, folder: Path, token: str, tracked: Tracking, callbacks: Sequence[Any]
+) -> None:
     there = config.updated({"ray.storage": located(config.ray.storage)})
-    job = Job(there.model_dump(mode="json"), mark_start(folder), tracked, prepared.corpus.num_train)
+    job = Job(there.model_dump(mode="json"), token, tracked, prepared.corpus.num_train)
     trainer = TorchTrainer(
         train_worker,
         train_loop_config=job._asdict(),

@@ -107,9 +107,10 @@ def test_the_demo_runs_end_to_end(local_ray, tmp_path, monkeypatch, capsys, capl
     small = Study(space={"method.aar.window": tune.grid_search([4, 16])}, fixed=fixed)
     monkeypatch.setattr(aar_window_layers, "STUDY", small)
     caplog.set_level(logging.INFO, "aarlib")
-    assert demo.main([f"--ray.storage={tmp_path}", *SMALL]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert demo.main(SMALL) == 0
     out = capsys.readouterr().out
-    folder = tmp_path / "nano_demo"
+    folder = tmp_path / "runs" / "nano_demo"
     summary = json.loads((folder / "summary.json").read_text())
     assert [row["label"] for row in summary["held_out"]] == ["untouched", "router_sft", "aar_t", "aar"]
     assert len(summary["scores"]) == 4 and all(row["num_documents"] == 6 for row in summary["scores"])
@@ -118,7 +119,7 @@ def test_the_demo_runs_end_to_end(local_ray, tmp_path, monkeypatch, capsys, capl
     assert summary["stages"]["peak_gib"] > 0.5
     assert str(folder / "report.html") in out
     assert re.search(r"mlflow ui --backend-store-uri sqlite:///\S+ --host 127.0.0.1", out)
-    assert demo.next_config(config_in(tmp_path)).name == "nano_demo_2"
+    assert demo.next_config(config_in(tmp_path / "runs")).name == "nano_demo_2"
     assert len(summary["sweeps"][demo.STUDY]) == 2
     histories = {
         (folder / name / "rows.jsonl").read_text() for name in ("router_sft-seed0", "aar_t-seed0", "aar-seed0")
@@ -126,17 +127,17 @@ def test_the_demo_runs_end_to_end(local_ray, tmp_path, monkeypatch, capsys, capl
     assert len(histories) == 1, "every method sees the same rows in the same order"
     assert len((folder / "starts.jsonl").read_text().splitlines()) == 1, "one worker group trains them all"
     assert "trainable parameters (aar)" in caplog.text
-    check_sweep(tmp_path)
+    check_sweep(tmp_path / "runs")
 
 
-def check_sweep(tmp_path):
-    folder = tmp_path / f"nano_demo-{demo.STUDY}"
+def check_sweep(storage):
+    folder = storage / f"nano_demo-{demo.STUDY}"
     trials = json.loads((folder / "results.json").read_text())
     assert [row["status"] for row in trials] == ["finished"] * 2
     assert sorted(row["method.aar.window"] for row in trials) == [4, 16]
     assert trials[0]["held_out_ce"] <= trials[1]["held_out_ce"]
     assert sorted(path.name for path in (folder / "trials").iterdir()) == ["00000", "00001"]
-    client = tracking._client(tracking.tracking_uri(config_in(tmp_path)))
+    client = tracking._client(tracking.tracking_uri(config_in(storage)))
     experiment = client.get_experiment_by_name("nano_demo")
     runs = client.search_runs([experiment.experiment_id])
     parents = {run.info.run_id: run.info.run_name for run in runs if "mlflow.parentRunId" not in run.data.tags}

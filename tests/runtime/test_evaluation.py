@@ -52,6 +52,11 @@ def test_every_adapter_and_task_is_scored_once(local_ray, tmp_path):
     with pytest.raises(ValueError, match="setting harness"):
         evaluate(config.updated({"evaluate.batch_size": 2}))
 
+    (tmp_path / "tasks" / "more.txt").write_text("another definition")
+    with pytest.raises(ValueError, match="setting include_path"):
+        evaluate(config)
+    (tmp_path / "tasks" / "more.txt").unlink()
+
     with torch.no_grad():
         model.model.embed_tokens.weight.add_(1.0)
     model.save_pretrained(base)

@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("ray")
 
 from aarlib.runtime import mirror  # noqa: E402
-from aarlib.runtime.mirror import STAMP, WRITER, Mirror  # noqa: E402
+from aarlib.runtime.mirror import STAMP, START, WRITER, Mirror  # noqa: E402
 from aarlib.runtime.run_directory import claim, held, run_directory, update  # noqa: E402
 from aarlib.runtime.storage import SCRATCH, StoredFolder, located, storage_folder  # noqa: E402
-from aarlib.runtime.writer import mark_start, writer  # noqa: E402
+from aarlib.runtime.writer import writer  # noqa: E402
 from aarlib.training.config import RunConfig  # noqa: E402
 from tests.object_store import SCHEMES, ObjectStore, object_store  # noqa: E402
 
@@ -38,6 +38,7 @@ def uri(request: pytest.FixtureRequest, stores: dict[str, ObjectStore], tmp_path
 def on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Go to a machine by name: its working copies are its own."""
     monkeypatch.setattr(mirror, "POLL_S", 0.05)
+    monkeypatch.setattr(mirror, "SETTLE_S", 0.0)
 
     def go(name: str) -> None:
         monkeypatch.setenv(SCRATCH, str(tmp_path / name))
@@ -62,7 +63,7 @@ def names(folder: Path) -> list[str]:
 
 
 def stored(uri: str) -> list[str]:
-    return Mirror(uri, "one")._stored()
+    return sorted(name for name in Mirror(uri, "one").store.sizes() if mirror._is_kept(name))
 
 
 def test_a_run_goes_on_on_another_machine(uri: str, on: Machine) -> None:
@@ -117,7 +118,7 @@ def test_a_store_that_was_emptied_is_not_filled_again_unasked(uri: str, on: Mach
     with held(config(uri)):
         claim(config(uri))
     one = Mirror(uri, "one")
-    for path in one.store.files():
+    for path in one.store.sizes():
         one.store.delete(path)
     with pytest.raises(ValueError, match="is gone, its working copy .* is not; remove that too"), held(config(uri)):
         pass
@@ -155,60 +156,167 @@ def test_a_killed_driver_is_not_waited_for_on_its_own_machine(uri: str, on: Mach
     assert time.monotonic() - begun < mirror.EXPIRES_S / 10
 
 
-def test_a_worker_group_elsewhere_pushes_and_the_driver_collects(uri: str, on: Machine) -> None:
+def test_a_worker_group_anywhere_pushes_and_the_driver_collects(uri: str, on: Machine) -> None:
+    for node in ("first", "node"):
+        with held(config(uri)) as folder:
+            claim(config(uri))
+            token = mirror.hand_over(uri, "one")
+            with mirror.collected(uri, "one", token):
+                on(node)
+                with writer(located(uri), "one", token) as place:
+                    assert (place.folder == folder) is (node == "first")
+                    assert (place.folder / "config.json").is_file() and not (place.folder / "a" / "left").exists()
+                    (place.folder / "a").mkdir(exist_ok=True)
+                    (place.folder / "a" / "state").write_text("5")
+                    place.push()
+                    assert "a/state" in stored(uri)
+                    (place.folder / "a" / "state").unlink()
+                    (place.folder / "a" / "result.json").write_text(node)
+                on("first")
+            assert (folder / "a" / "result.json").read_text() == node
+        assert stored(uri) == names(folder) == ["a/result.json", "config.json"]
+        assert not {WRITER, START} & {path.rpartition("/")[2] for path in Mirror(uri, "one").store.sizes()}
+        on("node")
+        (left := storage_folder(uri) / "one" / "a" / "left").parent.mkdir(parents=True, exist_ok=True)
+        left.write_text("of a run that was removed")
+        on("first")
+
+
+def test_a_driver_leaves_alone_what_it_handed_over(uri: str, on: Machine) -> None:
+    with held(config(uri)) as folder:
+        claim(config(uri))
+        (folder / "trials" / "0").mkdir(parents=True)
+        (folder / "trials" / "0" / "rows").write_text("1")
+    driver = Mirror(uri, "one")
+    driver.open()
+    mirror.hand_over(uri, "one/trials/0")
+    (folder / "trials" / "0" / "rows").write_text("12")
+    (folder / "trials" / "0" / "new").write_text("1")
+    (folder / "study").write_text("1")
+    assert driver.push() == 1 and "trials/0/new" not in stored(uri)
+    (folder / "trials" / "0" / "rows").unlink()
+    assert driver.push() == 0 and "trials/0/rows" in stored(uri)
+
+
+def test_what_a_group_pushed_outlives_its_driver_and_what_it_did_not_push_does_not(uri: str, on: Machine) -> None:
+    """An unpushed history may be ahead of the checkpoint, or behind it."""
     with held(config(uri)):
         claim(config(uri))
-    with held(config(uri)) as folder:
-        token = mark_start(folder)
-        with writer(located(uri), "one", token) as same:
-            assert same.folder == folder
-        on("node")
-        stale = storage_folder(uri) / "one" / "a"
-        stale.mkdir(parents=True)
-        (stale / "result.json").write_text("of a run that was removed")
-        with writer(located(uri), "one", token) as place:
-            assert place.folder == stale.parent and names(place.folder) == ["config.json"]
-            (place.folder / "a" / "state").write_text("5")
-            place.push()
-            assert stored(uri) == ["a/state", "config.json"]
-            (place.folder / "a" / "state").unlink()
-            (place.folder / "a" / "result.json").write_text("{}")
-        on("first")
-        mirror.collect(uri, "one")
-        assert names(folder) == ["a/result.json", "config.json"]
-    assert stored(uri) == ["a/result.json", "config.json"]
-    assert Mirror(uri, "one").store.read_json(WRITER) is None
-
-
-def test_what_a_group_elsewhere_pushed_outlives_its_driver(uri: str, on: Machine) -> None:
-    with held(config(uri)) as folder:
-        claim(config(uri))
-        token = mark_start(folder)
+        token = mirror.hand_over(uri, "one")
     on("node")
-    with pytest.raises(ValueError, match="was taken over"), writer(located(uri), "one", token) as orphan:
-        (orphan.folder / "state").write_text("5")
+    orphan, place = Mirror(uri, "one"), storage_folder(uri) / "one"
+    orphan.take(token)
+    (place / "state").write_text("5")
+    orphan.push()
+    (place / "state").write_text("6")
+    on("first")
+    with held(config(uri)) as folder:
+        assert (folder / "state").read_text() == "5" and not (folder / START).exists()
+    with pytest.raises(ValueError, match="was taken over"):
         orphan.push()
-        on("first")
-        with held(config(uri)):
-            assert (folder / "state").read_text() == "5"
-        (orphan.folder / "state").write_text("6")
-    assert (Mirror(uri, "one").pull(), (folder / "state").read_text()) == (2, "5")
+    on("node")
+    with writer(located(uri), "one", token) as again:
+        assert (again.folder / "state").read_text() == "5"
 
 
 def test_of_two_groups_the_later_one_writes(uri: str, on: Machine) -> None:
+    first, second = Mirror(uri, "one"), Mirror(uri, "one")
     with held(config(uri)) as folder:
         claim(config(uri))
-        first, second = Mirror(uri, "one"), Mirror(uri, "one")
-        first.take()
-        second.take()
+        token = mirror.hand_over(uri, "one")
+        first.take(token)
+        second.take(token)
         (folder / "state").write_text("5")
         with pytest.raises(ValueError, match="was taken over"):
             first.push()
         assert second.push() == 1
+        second.collect("of another start")
+        assert second.push() == 0
+        second.collect(token)
+        with pytest.raises(ValueError, match="was taken over"):
+            second.push()
+
+
+def test_a_look_at_a_run_that_goes_on_is_not_taken_for_its_end(uri: str, on: Machine) -> None:
+    with held(config(uri)):
+        claim(config(uri))
+    with held(config(uri)) as folder:
+        on("second")
+        update(config(uri))
+        on("first")
+        (folder / "result.json").write_text("{}")
+    on("second")
+    with held(config(uri)) as copy:
+        assert (copy / "result.json").is_file()
+    assert "result.json" in stored(uri)
+
+
+def test_a_copy_that_is_behind_sets_aside_what_only_it_has(
+    uri: str, on: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with held(config(uri)) as folder:
+        claim(config(uri))
+    (folder / "thesis").write_text("not pushed")
+    on("second")
+    with held(config(uri)) as other:
+        (other / "state").write_text("5")
+    on("first")
+    assert names(update(config(uri))) == ["config.json", "state"]
+    (aside,) = folder.glob(".aside-*")
+    assert (aside / "thesis").read_text() == "not pushed" and "1 files are set aside in" in caplog.text
+
+
+def test_a_file_that_another_machine_added_is_never_deleted(uri: str, on: Machine) -> None:
+    with held(config(uri)) as folder:
+        claim(config(uri))
+    Mirror(uri, "one").store.write("trials/0/result.json", b"{}")
+    with held(config(uri)):
+        assert (folder / "trials" / "0" / "result.json").is_file()
+    assert "trials/0/result.json" in stored(uri)
+
+
+def test_a_process_that_writes_a_copy_is_not_disturbed_by_a_look(uri: str, on: Machine) -> None:
+    with held(config(uri)):
+        claim(config(uri))
+        token = mirror.hand_over(uri, "one")
+        on("node")
+        with writer(located(uri), "one", token) as place:
+            (place.folder / "state").write_text("5")
+            assert update(config(uri)) == place.folder and (place.folder / "state").is_file()
+        on("first")
+
+
+def test_a_driver_whose_run_was_taken_over_is_interrupted(
+    uri: str, on: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror, "PUSH_EVERY_S", 0.05)
+    interrupted = False
+    with pytest.raises(ValueError, match="was taken over by another process"), held(config(uri)):
+        Mirror(uri, "one").store.write(
+            STAMP, json.dumps({"session": "another", "who": "x", "time": time.time()}).encode()
+        )
+        try:
+            time.sleep(20)
+        except KeyboardInterrupt:
+            interrupted = True
+    assert interrupted
+
+
+def test_of_two_drivers_that_begin_at_once_one_is_refused(
+    uri: str, on: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other_begins(seconds: float) -> None:
+        Mirror(uri, "one").store.write(
+            STAMP, json.dumps({"session": "other", "who": "process 1 on other", "time": 1.0}).encode()
+        )
+
+    monkeypatch.setattr(mirror.time, "sleep", other_begins)
+    with pytest.raises(ValueError, match="is in use by process 1 on other"):
+        Mirror(uri, "one").open()
 
 
 def test_a_node_that_sees_neither_the_folder_nor_a_uri_says_so(tmp_path: Path) -> None:
-    token = mark_start(tmp_path / "one")
+    token = mirror.hand_over(str(tmp_path), "one")
     with writer(str(tmp_path), "one", token) as place:
         assert place.folder == tmp_path / "one"
     with (
@@ -216,6 +324,14 @@ def test_a_node_that_sees_neither_the_folder_nor_a_uri_says_so(tmp_path: Path) -
         writer(str(tmp_path), "one", "of another folder with this path"),
     ):
         pass
+
+
+@pytest.mark.parametrize("name", ["a b", "50%", "\u00fc", "a?b", "a#b"])
+def test_names_are_names(uri: str, on: Machine, name: str) -> None:
+    with held(config(uri, name=name)):
+        claim(config(uri, name=name))
+    on("second")
+    assert (update(config(uri, name=name)) / "config.json").is_file()
 
 
 def test_it_is_pushed_while_held_and_a_refused_push_is_made_up(

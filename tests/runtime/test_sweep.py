@@ -24,7 +24,7 @@ from aarlib.report.figures import DARK  # noqa: E402
 from aarlib.report.records import Sweep  # noqa: E402
 from aarlib.report.sweep_figures import sweep_overview  # noqa: E402
 from aarlib.runtime import tracking  # noqa: E402
-from aarlib.runtime.sweep import _plain, check_sweep, sweep, trial_name  # noqa: E402
+from aarlib.runtime.sweep import HEAD, _plain, check_sweep, sweep, this_node, trial_name  # noqa: E402
 from aarlib.runtime.tune_study import Study, asha  # noqa: E402
 from aarlib.training.config import RunConfig  # noqa: E402
 
@@ -99,6 +99,14 @@ def test_bad_and_crashed_trials_and_a_restored_sweep(bench: Bench) -> None:
     edited = Study(space={"method.aar.window": tune.grid_search([2, 8])}, fixed=study.fixed)
     with pytest.raises(ValueError, match=r"holds a sweep of the study as it was before \(space differ\)"):
         sweep(base, edited, "window")
+
+
+def test_trials_have_their_drivers_on_the_node_of_the_sweeps() -> None:
+    nodes = [
+        {"NodeID": "a", "Resources": {"CPU": 1.0, "node:10.0.0.1": 1.0, HEAD: 1.0}},
+        {"NodeID": "b", "Resources": {"CPU": 1.0, "node:10.0.0.2": 1.0}},
+    ]
+    assert [this_node(nodes, node) for node in ("a", "b")] == [HEAD, "node:10.0.0.2"]
 
 
 WINDOWS, LAYERS = "method.aar.window", "method.aar.layers"
