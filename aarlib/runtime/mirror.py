@@ -5,11 +5,11 @@ One driver at a time holds a run: its session stands in STAMP. While a worker gr
 that is behind the store is brought up to it; what only the copy had is set aside.
 """
 
-import _thread
 import fcntl
 import json
 import logging
 import os
+import signal
 import socket
 import threading
 import time
@@ -264,7 +264,7 @@ def kept_up(storage: str, name: str) -> Iterator[None]:
     mirror = Mirror(storage, name)
     with _reached(mirror), sole_writer(mirror.folder):
         mirror.open()
-    with mirror.pushing(when_taken=_thread.interrupt_main):
+    with mirror.pushing(when_taken=_interrupt_main):
         yield
     logger.info("%s is copied to %s", mirror.folder, mirror.uri)
 
@@ -325,6 +325,11 @@ def _reached(mirror: Mirror) -> Iterator[None]:
         raise ValueError(
             f"ray.storage: {mirror.uri} cannot be reached: {str(error).splitlines()[0]}; check URI, network and credentials"
         ) from error
+
+
+def _interrupt_main() -> None:
+    """As Ctrl-C does: work whose results nothing keeps is not gone on with."""
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 def _is_kept(name: str) -> bool:

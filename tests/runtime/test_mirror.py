@@ -27,11 +27,16 @@ def stores() -> Iterator[dict[str, ObjectStore]]:
         yield {"s3": s3, "gs": gs}
 
 
-@pytest.fixture(params=[*SCHEMES, "file"])
-def uri(request: pytest.FixtureRequest, stores: dict[str, ObjectStore], tmp_path: Path) -> str:
-    if request.param == "file":
-        return (tmp_path / "store").as_uri()
-    return stores[request.param].uri(f"kept/{tmp_path.name}")
+@pytest.fixture
+def locate(stores: dict[str, ObjectStore], tmp_path: Path) -> Callable[[str], str]:
+    """A URI of a kind of store, of this test alone."""
+    return lambda kind: (tmp_path / "store").as_uri() if kind == "file" else stores[kind].uri(f"kept/{tmp_path.name}")
+
+
+@pytest.fixture
+def uri(tmp_path: Path) -> str:
+    """A folder: the rules are the same for every store."""
+    return (tmp_path / "store").as_uri()
 
 
 @pytest.fixture
@@ -46,6 +51,9 @@ def on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
     go("first")
     return go
+
+
+stores_of_every_kind = pytest.mark.parametrize("kind", ["file", *SCHEMES])
 
 
 def config(uri: str, **changes: object) -> RunConfig:
@@ -66,9 +74,11 @@ def stored(uri: str) -> list[str]:
     return sorted(name for name in Mirror(uri, "one").store.sizes() if mirror._is_kept(name))
 
 
-def test_a_run_goes_on_on_another_machine(uri: str, on: Machine) -> None:
-    with held(config(uri)) as folder:
-        claim(config(uri))
+@stores_of_every_kind
+def test_a_run_goes_on_on_another_machine(kind: str, locate: Callable[[str], str], on: Machine) -> None:
+    store = locate(kind)
+    with held(config(store)) as folder:
+        claim(config(store))
         (folder / "a" / "checkpoint-5").mkdir(parents=True)
         (folder / "a" / "checkpoint-5" / "state").write_bytes(b"5")
         (folder / "a" / ".checkpoint-6.tmp").mkdir()
@@ -76,19 +86,19 @@ def test_a_run_goes_on_on_another_machine(uri: str, on: Machine) -> None:
         for left_out in mirror.LEFT_OUT:
             (folder / left_out).mkdir()
             (folder / left_out / "big").write_bytes(b"not copied")
-    assert stored(uri) == ["a/checkpoint-5/state", "config.json"]
+    assert stored(store) == ["a/checkpoint-5/state", "config.json"]
     on("second")
-    with held(config(uri)) as folder:
+    with held(config(store)) as folder:
         assert "second" in str(folder) and names(folder) == ["a/checkpoint-5/state", "config.json"]
         (folder / "a" / "checkpoint-5" / "state").unlink()
         (folder / "a" / "result.json").write_text("{}")
     on("third")
-    assert names(update(config(uri))) == ["a/result.json", "config.json"]
+    assert names(update(config(store))) == ["a/result.json", "config.json"]
     on("first")
     left_out = [f"{name}/big" for name in mirror.LEFT_OUT]
-    with held(config(uri)) as folder:
+    with held(config(store)) as folder:
         assert names(folder) == sorted(["a/result.json", "config.json", *left_out])
-    assert stored(uri) == ["a/result.json", "config.json"]
+    assert stored(store) == ["a/result.json", "config.json"]
 
 
 def test_another_config_is_refused_wherever_the_run_was_begun(uri: str, on: Machine) -> None:
@@ -99,19 +109,21 @@ def test_another_config_is_refused_wherever_the_run_was_begun(uri: str, on: Mach
         pass
 
 
-def test_what_a_killed_driver_had_not_pushed_is_kept(uri: str, on: Machine) -> None:
-    with held(config(uri)) as folder:
-        claim(config(uri))
+@stores_of_every_kind
+def test_what_a_killed_driver_had_not_pushed_is_kept(kind: str, locate: Callable[[str], str], on: Machine) -> None:
+    store = locate(kind)
+    with held(config(store)) as folder:
+        claim(config(store))
     (folder / "late").write_text("1")
-    with held(config(uri)) as folder:
+    with held(config(store)) as folder:
         assert (folder / "late").is_file()
-    assert "late" in stored(uri)
-    one = Mirror(uri, "one")
+    assert "late" in stored(store)
+    one = Mirror(store, "one")
     one._note("of a start that ended before it reached the store", one.store.read_json(STAMP)["session"])  # pyright: ignore
     (folder / "later").write_text("1")
-    with held(config(uri)):
+    with held(config(store)):
         pass
-    assert "later" in stored(uri)
+    assert "later" in stored(store)
 
 
 def test_a_store_that_was_emptied_is_not_filled_again_unasked(uri: str, on: Machine) -> None:
@@ -156,28 +168,32 @@ def test_a_killed_driver_is_not_waited_for_on_its_own_machine(uri: str, on: Mach
     assert time.monotonic() - begun < mirror.EXPIRES_S / 10
 
 
-def test_a_worker_group_anywhere_pushes_and_the_driver_collects(uri: str, on: Machine) -> None:
+@stores_of_every_kind
+def test_a_worker_group_anywhere_pushes_and_the_driver_collects(
+    kind: str, locate: Callable[[str], str], on: Machine
+) -> None:
+    store = locate(kind)
     for node in ("first", "node"):
-        with held(config(uri)) as folder:
-            claim(config(uri))
-            token = mirror.hand_over(uri, "one")
-            with mirror.collected(uri, "one", token):
+        with held(config(store)) as folder:
+            claim(config(store))
+            token = mirror.hand_over(store, "one")
+            with mirror.collected(store, "one", token):
                 on(node)
-                with writer(located(uri), "one", token) as place:
+                with writer(located(store), "one", token) as place:
                     assert (place.folder == folder) is (node == "first")
                     assert (place.folder / "config.json").is_file() and not (place.folder / "a" / "left").exists()
                     (place.folder / "a").mkdir(exist_ok=True)
                     (place.folder / "a" / "state").write_text("5")
                     place.push()
-                    assert "a/state" in stored(uri)
+                    assert "a/state" in stored(store)
                     (place.folder / "a" / "state").unlink()
                     (place.folder / "a" / "result.json").write_text(node)
                 on("first")
             assert (folder / "a" / "result.json").read_text() == node
-        assert stored(uri) == names(folder) == ["a/result.json", "config.json"]
-        assert not {WRITER, START} & {path.rpartition("/")[2] for path in Mirror(uri, "one").store.sizes()}
+        assert stored(store) == names(folder) == ["a/result.json", "config.json"]
+        assert not {WRITER, START} & {path.rpartition("/")[2] for path in Mirror(store, "one").store.sizes()}
         on("node")
-        (left := storage_folder(uri) / "one" / "a" / "left").parent.mkdir(parents=True, exist_ok=True)
+        (left := storage_folder(store) / "one" / "a" / "left").parent.mkdir(parents=True, exist_ok=True)
         left.write_text("of a run that was removed")
         on("first")
 
