@@ -42,12 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def next_config(config: RunConfig) -> RunConfig:
     """The config under the first name whose demo is not finished: a free one, or an interrupted one to take up again."""
-    from aarlib.runtime import mirror
+    from aarlib.runtime import handover
     from aarlib.runtime.run_directory import check_claim, run_directory
 
     for number in itertools.count(1):
         candidate = config if number == 1 else config.updated({"name": f"{config.name}_{number}"})
-        mirror.update(candidate.ray.storage, candidate.name)
+        handover.update(candidate.ray.storage, candidate.name)
         if not read_stages(run_directory(candidate)).get("finished", False):
             check_claim(candidate)
             return candidate

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from aarlib.config import read_json_object, write_text_atomically
-from aarlib.runtime import mirror
+from aarlib.runtime import handover
 from aarlib.runtime.storage import LOCK, is_uri, storage_folder
 from aarlib.training.config import Run, RunConfig
 
@@ -47,7 +47,7 @@ def run_directory(config: Claimant) -> Path:
 
 def update(config: Claimant) -> Path:
     """The run directory, as the store has it where `ray.storage` is a URI; a ValueError where it is another run's."""
-    mirror.update(config.ray.storage, config.name)
+    handover.update(config.ray.storage, config.name)
     check_claim(config)
     return run_directory(config)
 
@@ -93,7 +93,7 @@ def held(config: Claimant) -> Iterator[Path]:
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}")
         lock.flush()
-        with mirror.kept_up(config.ray.storage, config.name):
+        with handover.kept_up(config.ray.storage, config.name):
             check_claim(config)
             yield folder
 

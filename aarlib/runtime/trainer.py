@@ -24,7 +24,7 @@ from aarlib.moe.loading import load_tokenizer
 from aarlib.runtime import tracking
 from aarlib.runtime.cluster import check_resources, connect, user_error, worker_environment
 from aarlib.runtime.corpus import Corpus, build_corpus, ordered
-from aarlib.runtime.mirror import collected, hand_over
+from aarlib.runtime.handover import collected, hand_over
 from aarlib.runtime.plan import Plan, plan
 from aarlib.runtime.run_directory import claim, held, is_finished, pending_runs, run_directory, update
 from aarlib.runtime.session import Job, dataset_name, epochs_needed, total_steps

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from aarlib.runtime import mirror  # noqa: E402
+from aarlib.runtime import handover, mirror  # noqa: E402
 from aarlib.runtime.mirror import STAMP, START, WRITER, Mirror  # noqa: E402
 from aarlib.runtime.run_directory import claim, held, run_directory, update  # noqa: E402
 from aarlib.runtime.storage import SCRATCH, StoredFolder, located, storage_folder  # noqa: E402
@@ -176,8 +176,8 @@ def test_a_worker_group_anywhere_pushes_and_the_driver_collects(
     for node in ("first", "node"):
         with held(config(store)) as folder:
             claim(config(store))
-            token = mirror.hand_over(store, "one")
-            with mirror.collected(store, "one", token):
+            token = handover.hand_over(store, "one")
+            with handover.collected(store, "one", token):
                 on(node)
                 with writer(located(store), "one", token) as place:
                     assert (place.folder == folder) is (node == "first")
@@ -205,7 +205,7 @@ def test_a_driver_leaves_alone_what_it_handed_over(uri: str, on: Machine) -> Non
         (folder / "trials" / "0" / "rows").write_text("1")
     driver = Mirror(uri, "one")
     driver.open()
-    mirror.hand_over(uri, "one/trials/0")
+    handover.hand_over(uri, "one/trials/0")
     (folder / "trials" / "0" / "rows").write_text("12")
     (folder / "trials" / "0" / "new").write_text("1")
     (folder / "study").write_text("1")
@@ -218,7 +218,7 @@ def test_what_a_group_pushed_outlives_its_driver_and_what_it_did_not_push_does_n
     """An unpushed history may be ahead of the checkpoint, or behind it."""
     with held(config(uri)):
         claim(config(uri))
-        token = mirror.hand_over(uri, "one")
+        token = handover.hand_over(uri, "one")
     on("node")
     orphan, place = Mirror(uri, "one"), storage_folder(uri) / "one"
     orphan.take(token)
@@ -239,7 +239,7 @@ def test_of_two_groups_the_later_one_writes(uri: str, on: Machine) -> None:
     first, second = Mirror(uri, "one"), Mirror(uri, "one")
     with held(config(uri)) as folder:
         claim(config(uri))
-        token = mirror.hand_over(uri, "one")
+        token = handover.hand_over(uri, "one")
         first.take(token)
         second.take(token)
         (folder / "state").write_text("5")
@@ -294,7 +294,7 @@ def test_a_file_that_another_machine_added_is_never_deleted(uri: str, on: Machin
 def test_a_process_that_writes_a_copy_is_not_disturbed_by_a_look(uri: str, on: Machine) -> None:
     with held(config(uri)):
         claim(config(uri))
-        token = mirror.hand_over(uri, "one")
+        token = handover.hand_over(uri, "one")
         on("node")
         with writer(located(uri), "one", token) as place:
             (place.folder / "state").write_text("5")
@@ -332,7 +332,7 @@ def test_of_two_drivers_that_begin_at_once_one_is_refused(
 
 
 def test_a_node_that_sees_neither_the_folder_nor_a_uri_says_so(tmp_path: Path) -> None:
-    token = mirror.hand_over(str(tmp_path), "one")
+    token = handover.hand_over(str(tmp_path), "one")
     with writer(str(tmp_path), "one", token) as place:
         assert place.folder == tmp_path / "one"
     with (
