@@ -7,9 +7,10 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import PurePosixPath
 
 from aarlib.config import write_text_atomically
-from aarlib.runtime.mirror import START, Mirror
+from aarlib.runtime.mirror import STAMP, START, Mirror
 from aarlib.runtime.storage import LOCK, WRITER_LOCK, is_uri, sole_writer, storage_folder
 
 logger = logging.getLogger("aarlib")
@@ -51,9 +52,20 @@ def hand_over(storage: str, name: str) -> str:
     if not is_uri(storage):
         write_text_atomically(folder / START, token)
         return token
+    _check_held(storage, name)
     with sole_writer(folder):
         Mirror(storage, name).hand_over(token)
     return token
+
+
+def _check_held(storage: str, name: str) -> None:
+    """A ValueError where another driver has taken over the run, or the sweep that holds this trial."""
+    for above in (PurePosixPath(name), *PurePosixPath(name).parents):
+        mirror = Mirror(storage, above.as_posix())
+        if above.name and (here := mirror.session_here()) is not None:
+            there = mirror.store.read_json(STAMP)
+            if there is None or there["session"] != here:
+                raise ValueError(f"ray.storage: {mirror.uri} was taken over by another process")
 
 
 @contextmanager

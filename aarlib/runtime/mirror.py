@@ -32,6 +32,7 @@ EXPIRES_S = 5 * PUSH_EVERY_S
 """A session that was not renewed for so long has ended."""
 POLL_S, SETTLE_S = 5.0, 1.0
 """Between looks at a session that may be alive; until two that begin at once see each other."""
+ENDED = "ended"
 LEFT_OUT = ("ray_train", "prefix_cache")
 """Folders that no start reads again: Ray's own state, and what can be computed again."""
 
@@ -44,71 +45,88 @@ class Mirror:
         self.uri = self.store.uri
         self.folder = storage_folder(storage) / name
         self._pushed: dict[str, tuple[int, int]] = {}
-        self._mark, self._session, self._me = "", "", _me()
-        self._pushing = threading.Lock()
+        self._mark, self._session, self._me, self._is_over = "", "", _me(), False
+        self._pushing, self._stamping = threading.Lock(), threading.Lock()
 
-    def update(self) -> None:
-        """Bring the working copy to the state of the store, where another machine has written that since."""
-        there, here = self.store.read_json(STAMP), self._sessions_here()
+    def update(self) -> str | None:
+        """Bring the working copy to the state of the store, where another machine has written that since; the store's session."""
+        there = self.store.read_json(STAMP)
         session = None if there is None else there["session"]
-        if session in here:
-            return
+        if session in self._sessions_here():
+            return session
         if there is None:
             raise ValueError(
                 f"ray.storage: {self.uri} is gone, its working copy {self.folder} is not; remove that too to start afresh, or "
                 "choose another name"
             )
-        self._set_aside()
-        count = self.pull(exact=True)
+        count = self.pull()
         seen = session if there["time"] == 0.0 else f"{session}, not yet ended"
         self._note(seen, seen)
         logger.info("%d files from %s", count, self.uri)
+        return session
 
-    def pull(self, below: str = "", exact: bool = False) -> int:
-        """Copy what the store has `below` into the folder, each file renamed into place when complete; the number of files.
-
-        `exact`: remove what the store has not.
-        """
-        files = [name for name in self.store.sizes() if _is_kept(name) and name.startswith(below)]
-        for name in files:
+    def pull(self, below: str = "") -> int:
+        """Make the folder `below` what the store has there; the number of files. What only the folder had is set aside."""
+        sizes = {name: size for name, size in self.store.sizes().items() if _is_kept(name) and name.startswith(below)}
+        self._set_aside(below, sizes)
+        for name in sizes:
             self.store.fetch(name, self.folder / name)
-        if exact:
-            for name in {name for name in self._local() if name.startswith(below)} - {*files}:
-                (self.folder / name).unlink()
-        return len(files)
+        return len(sizes)
 
     def open(self) -> None:
-        """Begin this process's session; a ValueError where another one goes on."""
+        """Begin this process's session; a ValueError where another one goes on, or began meanwhile."""
         self._wait_for_others()
-        self.update()
-        self.collect()
-        for name in filter(_is_kept, self.store.sizes()):
-            if not (self.folder / name).is_file():
-                self.store.fetch(name, self.folder / name)
-        self._begin(STAMP)
-        self.push()
+        before = self.update()
+        there = self.store.read_json(STAMP)
+        if there is not None and there["session"] != before:
+            raise self._in_use(there)
+        self._mark, self._session = STAMP, uuid.uuid4().hex
+        self._note(self._session, before)
+        self._begin()
+        with self._renewed():
+            self.collect()
+            for name in filter(_is_kept, self.store.sizes()):
+                if not (self.folder / name).is_file():
+                    self.store.fetch(name, self.folder / name)
+            self.push()
         self._note(self._session, self._session)
 
     def hand_over(self, token: str) -> None:
         """Give all files to the worker group that is started with `token`."""
+        self.collect()
         write_text_atomically(self.folder / START, token)
-        for name in self._local():
-            self.store.write(name, (self.folder / name).read_bytes())
+        self._upload()
+        self.store.write(WRITER, json.dumps({"session": "", "token": token, **self._me}).encode())
 
     def take(self, token: str) -> None:
-        """Begin to push what the worker group of `token` writes on this node, from an exact copy of the store."""
-        self.pull(exact=True)
+        """Begin to push what the worker group of `token` writes on this node, from what was pushed before; or, where an earlier
+        group of this start wrote here, from what that wrote."""
+        group = self.store.read_json(WRITER)
+        if group is None or group["token"] != token:
+            raise ValueError(f"ray.storage: {self.uri} was handed to another worker group")
+        if self._wrote_here(group):
+            self._upload()
+        else:
+            self.pull()
         self._pushed = self._local()
-        self._begin(WRITER, token=token)
+        self._mark, self._session = WRITER, uuid.uuid4().hex
+        self._me = {**self._me, "token": token}
+        write_text_atomically(self.folder / WRITER, self._session)
+        self._begin()
 
     def collect(self, token: str | None = None) -> None:
         """Take back what worker groups (or that of `token` only) wrote here or below, and end their right to write."""
         for path in [path for path in self.store.sizes() if PurePosixPath(path).name == WRITER]:
-            group = self.store.read_json(path)
+            group, below = self.store.read_json(path), path.removesuffix(WRITER)
             if group is None or token not in (None, group["token"]):
                 continue
-            self.store.write(path, json.dumps({"session": "ended", "token": group["token"]}).encode())
-            self.pull(below=path.removesuffix(WRITER), exact=True)
+            if not group["session"].startswith(ENDED):
+                group["session"] = f"{ENDED} {group['session']}"
+                self.store.write(path, json.dumps(group).encode())
+            if self._wrote_here(group, below):
+                self._upload(below)
+            else:
+                self.pull(below)
             self.store.delete(path)
         for start in self.folder.rglob(START):
             if token in (None, start.read_text(encoding="utf-8")):
@@ -118,17 +136,12 @@ class Mirror:
         """Copy what changed, oldest first, so that a file that declares something finished follows what it declares; remove what
         is gone here. The number of files copied. A ValueError where another session has taken over."""
         with self._pushing:
-            self._check()
-            self._stamp()
+            self._renew()
             found = {name: state for name, state in self._local().items() if self._is_mine(name)}
             changed = [name for name in sorted(found, key=found.__getitem__) if self._pushed.get(name) != found[name]]
             for name in changed:
                 self._check()
-                try:
-                    self.store.write(name, (self.folder / name).read_bytes())
-                except FileNotFoundError:
-                    if (self.folder / name).exists():
-                        raise
+                if not self._copy(name):
                     del found[name]
             kept = self._local()
             for name in [name for name in self._pushed if name not in kept and self._is_mine(name)]:
@@ -136,7 +149,10 @@ class Mirror:
                 self.store.delete(name)
             self._pushed = found
             if last:
-                self._stamp(ended=True)
+                with self._stamping:
+                    self._check()
+                    self._stamp(ended=True)
+                    self._is_over = True
             return len(changed)
 
     def try_push(self) -> None:
@@ -149,29 +165,34 @@ class Mirror:
     @contextmanager
     def pushing(self, when_taken: Callable[[], None]) -> Iterator[None]:
         """Push every minute, and at the end; that one raises where it fails. `when_taken`: another session has taken over."""
-        ended = threading.Event()
-
-        def push_again() -> None:
-            while not ended.wait(PUSH_EVERY_S):
-                try:
-                    self.try_push()
-                except ValueError as error:
-                    logger.error("%s", error)
-                    when_taken()
-                    return
-
-        thread = threading.Thread(target=push_again, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
+        with self._renewed():
             try:
-                self.push(last=True)
-            except OSError as error:
-                logger.error("%s has what %s lacks: %s; run the same command again", self.folder, self.uri, error)
-                raise
+                with _repeated(self.try_push, when_taken):
+                    yield
+            finally:
+                try:
+                    self.push(last=True)
+                except OSError as error:
+                    logger.error("%s has what %s lacks: %s; run the same command again", self.folder, self.uri, error)
+                    raise
+
+    @contextmanager
+    def _renewed(self) -> Iterator[None]:
+        """Every minute, however long a push takes."""
+        with _repeated(self._renew_or_report, lambda: None):
+            yield
+
+    def _renew_or_report(self) -> None:
+        try:
+            self._renew()
+        except OSError as error:
+            logger.warning("%s could not be renewed: %s", self.uri, error)
+
+    def _renew(self) -> None:
+        with self._stamping:
+            if not self._is_over:
+                self._check()
+                self._stamp()
 
     def _wait_for_others(self) -> None:
         there = self.store.read_json(STAMP)
@@ -205,19 +226,17 @@ class Mirror:
         stored = read_json_object(path)
         return (stored["session"], stored["before"])
 
+    def session_here(self) -> str | None:
+        """The last one that this working copy is of; None where it is of none."""
+        return self._sessions_here()[0]
+
     def _note(self, session: str | None, before: str | None) -> None:
         write_text_atomically(self.folder / STAMP, json.dumps({"session": session, "before": before}))
 
-    def _begin(self, mark: str, **more: str) -> None:
-        """Here first, with what the store has before: an end between the two writes leaves the working copy valid."""
-        self._mark, self._session = mark, uuid.uuid4().hex
-        self._me = {**self._me, **more}
-        if mark == STAMP:
-            there = self.store.read_json(STAMP)
-            self._note(self._session, None if there is None else there["session"])
+    def _begin(self) -> None:
         self._stamp()
         time.sleep(SETTLE_S)
-        now = self.store.read_json(mark)
+        now = self.store.read_json(self._mark)
         if now is not None and now["session"] != self._session:
             raise self._in_use(now)
 
@@ -225,10 +244,39 @@ class Mirror:
         content = {"session": self._session, **self._me, "time": 0.0 if ended else time.time()}
         self.store.write(self._mark, json.dumps(content).encode())
 
-    def _set_aside(self) -> None:
-        """Move what the store has not, or otherwise, to a folder beside: a killed process had not pushed it."""
-        sizes, place = self.store.sizes(), self.folder / f".aside-{time.time_ns()}"
-        only_here = [name for name, (_, size) in self._local().items() if sizes.get(name) != size]
+    def _wrote_here(self, group: dict[str, Any], below: str = "") -> bool:
+        """Whether this copy is the one that a worker group wrote: then it is ahead of what was pushed, not behind."""
+        path = self.folder / below / WRITER
+        return path.is_file() and group["session"].removeprefix(f"{ENDED} ") == path.read_text(encoding="utf-8")
+
+    def _upload(self, below: str = "") -> None:
+        """Make the store what the folder has `below`, oldest first."""
+        files = {name: state for name, state in self._local().items() if name.startswith(below)}
+        for name in sorted(files, key=files.__getitem__):
+            self._copy(name)
+        for name in self.store.sizes():
+            if _is_kept(name) and name.startswith(below) and name not in files:
+                self.store.delete(name)
+
+    def _copy(self, name: str) -> bool:
+        """False where the file is gone."""
+        try:
+            content = (self.folder / name).read_bytes()
+        except FileNotFoundError:
+            return False
+        self.store.write(name, content)
+        return True
+
+    def _set_aside(self, below: str, sizes: dict[str, int]) -> None:
+        """Move what the store has not, or otherwise, to a folder beside: a process that ended had not pushed it. What was
+        handed over and not touched since was pushed then, and gives way."""
+        place, start = self.folder / f".aside-{time.time_ns()}", self.folder / below / START
+        handed_ns = start.stat().st_mtime_ns if start.is_file() else 0
+        local = {name: state for name, state in self._local().items() if name.startswith(below)}
+        differs = [name for name, (_, size) in local.items() if sizes.get(name) != size]
+        only_here = [name for name in differs if local[name][0] > handed_ns]
+        for name in {*differs} - {*only_here}:
+            (self.folder / name).unlink()
         for name in only_here:
             (place / name).parent.mkdir(parents=True, exist_ok=True)
             (self.folder / name).rename(place / name)
@@ -251,6 +299,29 @@ class Mirror:
         """Whether this session pushes a file: a driver leaves alone what it has handed over."""
         above = (self.folder / name).relative_to(self.folder).parents
         return self._mark == WRITER or not any((self.folder / folder / START).is_file() for folder in above)
+
+
+@contextmanager
+def _repeated(action: Callable[[], None], when_taken: Callable[[], None]) -> Iterator[None]:
+    """`action` every minute in a thread, until the end or a ValueError."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(PUSH_EVERY_S):
+            try:
+                action()
+            except ValueError as error:
+                logger.error("%s", error)
+                when_taken()
+                return
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _is_kept(name: str) -> bool:

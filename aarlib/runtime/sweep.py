@@ -20,7 +20,7 @@ from aarlib.report.records import Sweep, read_run
 from aarlib.report.tables import paired_difference
 from aarlib.runtime import tracking
 from aarlib.runtime.cluster import check_resources, concurrent_groups, connect
-from aarlib.runtime.run_directory import claim, held, update
+from aarlib.runtime.run_directory import claim, held, run_directory, update
 from aarlib.runtime.storage import located
 from aarlib.runtime.tracking import Tracking
 from aarlib.runtime.trainer import Prepared, check, prepare, record_data, train_on
@@ -111,6 +111,11 @@ def run_trial(
     """Tune's trainable: a driver that launches one training."""
     number = tune.get_context().get_trial_id().rpartition("_")[2]
     parent = RunConfig.from_mapping(base)
+    if str(run_directory(parent)) != folder:
+        raise ValueError(
+            f"AARLIB_SCRATCH: the sweep works in {folder}, this trial would in {run_directory(parent)}; set it where Ray is "
+            "started as for the sweep"
+        )
     config = trial_config(parent, study, params, f"{parent.name}/trials/{number}")
     connect(config.ray)
     check_resources(config.ray)

@@ -28,7 +28,7 @@ from aarlib.runtime.handover import collected, hand_over
 from aarlib.runtime.plan import Plan, plan
 from aarlib.runtime.run_directory import claim, held, is_finished, pending_runs, run_directory, update
 from aarlib.runtime.session import Job, dataset_name, epochs_needed, total_steps
-from aarlib.runtime.storage import located
+from aarlib.runtime.storage import is_uri, located
 from aarlib.runtime.text_corpus import build_text_corpus, find_texts, ordered_units
 from aarlib.runtime.tracking import Tracking
 from aarlib.runtime.worker import train_worker
@@ -61,6 +61,9 @@ def train(config: RunConfig) -> TrainingResult:
     folder = update(config)
     if not pending_runs(folder, config):
         logger.info("%s: every run is finished", config.name)
+        if is_uri(config.ray.storage):
+            with held(config):  # pushes what an earlier end could not
+                pass
         return TrainingResult(folder, planned, None, ())
     connect(config.ray)
     check_resources(config.ray)

@@ -1,5 +1,6 @@
 """Where rank 0 of a worker group writes, and where any node finds an adapter: the run directory, or a copy of it in a store."""
 
+import hashlib
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,7 +9,7 @@ from typing import NamedTuple
 
 from aarlib.runtime.mirror import START, Mirror
 from aarlib.runtime.storage import is_uri, sole_writer, storage_folder
-from aarlib.training.adapter import read_metadata
+from aarlib.training.adapter import METADATA, TENSORS, read_metadata
 
 
 class Writer(NamedTuple):
@@ -47,14 +48,19 @@ def adapter_folder(storage: str, name: str, sha256: str) -> Path:
     if is_uri(storage):
         with sole_writer(folder.parent):
             if not _is_adapter(folder, sha256):
-                Mirror(storage, name).pull(exact=True)
+                Mirror(storage, name).pull()
     if not _is_adapter(folder, sha256):
         raise ValueError(_not_seen(storage, folder))
     return folder
 
 
 def _is_adapter(folder: Path, sha256: str) -> bool:
-    return folder.is_dir() and read_metadata(folder)["sha256"] == sha256
+    """Whole: a pull may have ended between its files."""
+    tensors = folder / TENSORS
+    if not tensors.is_file() or not (folder / METADATA).is_file():
+        return False
+    with tensors.open("rb") as file:
+        return read_metadata(folder)["sha256"] == hashlib.file_digest(file, "sha256").hexdigest() == sha256
 
 
 def _not_seen(storage: str, folder: Path) -> str:

@@ -214,8 +214,8 @@ def test_a_driver_leaves_alone_what_it_handed_over(uri: str, on: Machine) -> Non
     assert driver.push() == 0 and "trials/0/rows" in stored(uri)
 
 
-def test_what_a_group_pushed_outlives_its_driver_and_what_it_did_not_push_does_not(uri: str, on: Machine) -> None:
-    """An unpushed history may be ahead of the checkpoint, or behind it."""
+def test_what_a_group_pushed_outlives_its_driver(uri: str, on: Machine) -> None:
+    """What it had not pushed stays on its node: the history may be ahead of the checkpoint, or behind it."""
     with held(config(uri)):
         claim(config(uri))
         token = handover.hand_over(uri, "one")
@@ -224,22 +224,45 @@ def test_what_a_group_pushed_outlives_its_driver_and_what_it_did_not_push_does_n
     orphan.take(token)
     (place / "state").write_text("5")
     orphan.push()
-    (place / "state").write_text("6")
+    (place / "state").write_text("60")
     on("first")
     with held(config(uri)) as folder:
         assert (folder / "state").read_text() == "5" and not (folder / START).exists()
-    with pytest.raises(ValueError, match="was taken over"):
-        orphan.push()
-    on("node")
-    with writer(located(uri), "one", token) as again:
-        assert (again.folder / "state").read_text() == "5"
+        with pytest.raises(ValueError, match="was taken over"):
+            orphan.push()
+        token = handover.hand_over(uri, "one")
+        on("node")
+        with writer(located(uri), "one", token) as again:
+            assert (again.folder / "state").read_text() == "5"
+        assert [path.read_text() for path in place.glob(".aside-*/state")] == ["60"]
+        on("first")
 
 
-def test_of_two_groups_the_later_one_writes(uri: str, on: Machine) -> None:
+def test_what_a_dead_group_wrote_on_the_drivers_machine_and_could_not_push_is_not_lost(uri: str, on: Machine) -> None:
+    with held(config(uri)) as folder:
+        claim(config(uri))
+        token = handover.hand_over(uri, "one")
+        group = Mirror(uri, "one")
+        group.take(token)
+        (folder / "state").write_text("5")
+        group.push()
+        (folder / "state").unlink()
+        (folder / "result.json").write_text("{}")
+        with pytest.raises(ValueError, match="was taken over"), writer(located(uri), "one", token) as again:
+            assert names(again.folder) == ["config.json", "result.json"] == stored(uri)
+            (folder / "late").write_text("1")
+            Mirror(uri, "one").collect(token)
+        assert names(folder) == ["config.json", "late", "result.json"] == stored(uri)
+    assert not list(folder.glob(".aside-*"))
+
+
+def test_of_two_groups_the_later_one_writes_and_one_of_another_start_none(uri: str, on: Machine) -> None:
     first, second = Mirror(uri, "one"), Mirror(uri, "one")
     with held(config(uri)) as folder:
         claim(config(uri))
         token = handover.hand_over(uri, "one")
+        with pytest.raises(ValueError, match="was handed to another worker group"):
+            first.take("another")
         first.take(token)
         second.take(token)
         (folder / "state").write_text("5")
@@ -251,6 +274,55 @@ def test_of_two_groups_the_later_one_writes(uri: str, on: Machine) -> None:
         second.collect(token)
         with pytest.raises(ValueError, match="was taken over"):
             second.push()
+
+
+def test_a_session_that_began_while_another_start_was_reading_is_kept(
+    uri: str, on: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with held(config(uri)):
+        claim(config(uri))
+    on("second")
+    stock, other = Mirror.update, json.dumps({"session": "other", "who": "process 1 on third", "time": 0.0}).encode()
+
+    def slowly(self: Mirror) -> str | None:
+        before = stock(self)
+        self.store.write(STAMP, other)
+        return before
+
+    monkeypatch.setattr(Mirror, "update", slowly)
+    with pytest.raises(ValueError, match="is in use by process 1 on third"), held(config(uri)):
+        pass
+    assert Mirror(uri, "one").store.read_json(STAMP) == json.loads(other)
+
+
+def test_a_driver_that_lost_its_run_hands_nothing_over(uri: str, on: Machine) -> None:
+    with pytest.raises(ValueError, match="was taken over by another process"), held(config(uri)) as folder:
+        (folder / "trials" / "0").mkdir(parents=True)
+        Mirror(uri, "one").store.write(STAMP, json.dumps({"session": "other", "who": "x", "time": 0.0}).encode())
+        with pytest.raises(ValueError, match="was taken over by another process"):
+            handover.hand_over(uri, "one/trials/0")
+        assert Mirror(uri, "one").store.read_json(f"trials/0/{WRITER}") is None
+
+
+def test_a_session_is_renewed_while_a_push_takes_long_and_not_after_its_end(
+    uri: str, on: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror, "PUSH_EVERY_S", 0.05)
+    times: list[float] = []
+    copy = Mirror._copy
+
+    def slowly(self: Mirror, name: str) -> bool:
+        for _ in range(2 if name == "config.json" else 0):
+            times.append(self.store.read_json(STAMP)["time"])  # pyright: ignore
+            time.sleep(0.3)
+        return copy(self, name)
+
+    monkeypatch.setattr(Mirror, "_copy", slowly)
+    with held(config(uri)):
+        claim(config(uri))
+    assert times[1] > times[0]
+    time.sleep(0.2)
+    assert Mirror(uri, "one").store.read_json(STAMP)["time"] == 0.0  # pyright: ignore
 
 
 def test_a_look_at_a_run_that_goes_on_is_not_taken_for_its_end(uri: str, on: Machine) -> None:
