@@ -10,8 +10,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import PurePosixPath
 
 from aarlib.config import write_text_atomically
-from aarlib.runtime.mirror import STAMP, START, Mirror
+from aarlib.runtime.mirror import STAMP, Mirror
 from aarlib.runtime.storage import LOCK, WRITER_LOCK, is_uri, sole_writer, storage_folder
+from aarlib.runtime.working_copy import START
 
 logger = logging.getLogger("aarlib")
 

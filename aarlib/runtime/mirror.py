@@ -20,30 +20,24 @@ from typing import Any
 import psutil
 
 from aarlib.config import read_json_object, write_text_atomically
-from aarlib.runtime.storage import StoredFolder, storage_folder
+from aarlib.runtime.working_copy import ENDED, START, WRITER, WorkingCopy, is_kept
 
 logger = logging.getLogger("aarlib")
 
-STAMP, WRITER, START = ".mirror.json", ".writer.json", ".start"
-"""In the store: who holds a run, and which worker group writes it. In a working copy: the session it belongs to, and that a
-worker group was started on it."""
+STAMP = ".mirror.json"
+"""In the store: who holds a run. In a working copy: the session that it is of."""
 PUSH_EVERY_S = 60.0
 EXPIRES_S = 5 * PUSH_EVERY_S
 """A session that was not renewed for so long has ended."""
 POLL_S, SETTLE_S = 5.0, 1.0
 """Between looks at a session that may be alive; until two that begin at once see each other."""
-ENDED = "ended"
-LEFT_OUT = ("ray_train", "prefix_cache")
-"""Folders that no start reads again: Ray's own state, and what can be computed again."""
 
 
-class Mirror:
+class Mirror(WorkingCopy):
     """Run `name` under the URI `storage`, and its working copy."""
 
     def __init__(self, storage: str, name: str) -> None:
-        self.store = StoredFolder(storage, name)
-        self.uri = self.store.uri
-        self.folder = storage_folder(storage) / name
+        super().__init__(storage, name)
         self._pushed: dict[str, tuple[int, int]] = {}
         self._mark, self._session, self._me, self._is_over = "", "", _me(), False
         self._pushing, self._stamping = threading.Lock(), threading.Lock()
@@ -65,14 +59,6 @@ class Mirror:
         logger.info("%d files from %s", count, self.uri)
         return session
 
-    def pull(self, below: str = "") -> int:
-        """Make the folder `below` what the store has there; the number of files. What only the folder had is set aside."""
-        sizes = {name: size for name, size in self.store.sizes().items() if _is_kept(name) and name.startswith(below)}
-        self._set_aside(below, sizes)
-        for name in sizes:
-            self.store.fetch(name, self.folder / name)
-        return len(sizes)
-
     def open(self) -> None:
         """Begin this process's session; a ValueError where another one goes on, or began meanwhile."""
         self._wait_for_others()
@@ -85,7 +71,7 @@ class Mirror:
         self._begin()
         with self._renewed():
             self.collect()
-            for name in filter(_is_kept, self.store.sizes()):
+            for name in filter(is_kept, self.store.sizes()):
                 if not (self.folder / name).is_file():
                     self.store.fetch(name, self.folder / name)
             self.push()
@@ -95,7 +81,7 @@ class Mirror:
         """Give all files to the worker group that is started with `token`."""
         self.collect()
         write_text_atomically(self.folder / START, token)
-        self._upload()
+        self.upload()
         self.store.write(WRITER, json.dumps({"session": "", "token": token, **self._me}).encode())
 
     def take(self, token: str) -> None:
@@ -104,11 +90,11 @@ class Mirror:
         group = self.store.read_json(WRITER)
         if group is None or group["token"] != token:
             raise ValueError(f"ray.storage: {self.uri} was handed to another worker group")
-        if self._wrote_here(group):
-            self._upload()
+        if self.wrote_here(group):
+            self.upload()
         else:
             self.pull()
-        self._pushed = self._local()
+        self._pushed = self.local()
         self._mark, self._session = WRITER, uuid.uuid4().hex
         self._me = {**self._me, "token": token}
         write_text_atomically(self.folder / WRITER, self._session)
@@ -123,8 +109,8 @@ class Mirror:
             if not group["session"].startswith(ENDED):
                 group["session"] = f"{ENDED} {group['session']}"
                 self.store.write(path, json.dumps(group).encode())
-            if self._wrote_here(group, below):
-                self._upload(below)
+            if self.wrote_here(group, below):
+                self.upload(below)
             else:
                 self.pull(below)
             self.store.delete(path)
@@ -137,13 +123,13 @@ class Mirror:
         is gone here. The number of files copied. A ValueError where another session has taken over."""
         with self._pushing:
             self._renew()
-            found = {name: state for name, state in self._local().items() if self._is_mine(name)}
+            found = {name: state for name, state in self.local().items() if self._is_mine(name)}
             changed = [name for name in sorted(found, key=found.__getitem__) if self._pushed.get(name) != found[name]]
             for name in changed:
                 self._check()
-                if not self._copy(name):
+                if not self.copy(name):
                     del found[name]
-            kept = self._local()
+            kept = self.local()
             for name in [name for name in self._pushed if name not in kept and self._is_mine(name)]:
                 self._check()
                 self.store.delete(name)
@@ -244,57 +230,6 @@ class Mirror:
         content = {"session": self._session, **self._me, "time": 0.0 if ended else time.time()}
         self.store.write(self._mark, json.dumps(content).encode())
 
-    def _wrote_here(self, group: dict[str, Any], below: str = "") -> bool:
-        """Whether this copy is the one that a worker group wrote: then it is ahead of what was pushed, not behind."""
-        path = self.folder / below / WRITER
-        return path.is_file() and group["session"].removeprefix(f"{ENDED} ") == path.read_text(encoding="utf-8")
-
-    def _upload(self, below: str = "") -> None:
-        """Make the store what the folder has `below`, oldest first."""
-        files = {name: state for name, state in self._local().items() if name.startswith(below)}
-        for name in sorted(files, key=files.__getitem__):
-            self._copy(name)
-        for name in self.store.sizes():
-            if _is_kept(name) and name.startswith(below) and name not in files:
-                self.store.delete(name)
-
-    def _copy(self, name: str) -> bool:
-        """False where the file is gone."""
-        try:
-            content = (self.folder / name).read_bytes()
-        except FileNotFoundError:
-            return False
-        self.store.write(name, content)
-        return True
-
-    def _set_aside(self, below: str, sizes: dict[str, int]) -> None:
-        """Move what the store has not, or otherwise, to a folder beside: a process that ended had not pushed it. What was
-        handed over and not touched since was pushed then, and gives way."""
-        place, start = self.folder / f".aside-{time.time_ns()}", self.folder / below / START
-        handed_ns = start.stat().st_mtime_ns if start.is_file() else 0
-        local = {name: state for name, state in self._local().items() if name.startswith(below)}
-        differs = [name for name, (_, size) in local.items() if sizes.get(name) != size]
-        only_here = [name for name in differs if local[name][0] > handed_ns]
-        for name in {*differs} - {*only_here}:
-            (self.folder / name).unlink()
-        for name in only_here:
-            (place / name).parent.mkdir(parents=True, exist_ok=True)
-            (self.folder / name).rename(place / name)
-        if only_here:
-            logger.warning(
-                "%s is behind %s; %d files are set aside in %s", self.folder, self.uri, len(only_here), place
-            )
-
-    def _local(self) -> dict[str, tuple[int, int]]:
-        """Files by name with (time of change in ns, bytes)."""
-        found = {}
-        for path in self.folder.rglob("*"):
-            name = path.relative_to(self.folder).as_posix()
-            if _is_kept(name) and path.is_file():
-                status = path.stat()
-                found[name] = (status.st_mtime_ns, status.st_size)
-        return found
-
     def _is_mine(self, name: str) -> bool:
         """Whether this session pushes a file: a driver leaves alone what it has handed over."""
         above = (self.folder / name).relative_to(self.folder).parents
@@ -322,11 +257,6 @@ def _repeated(action: Callable[[], None], when_taken: Callable[[], None]) -> Ite
     finally:
         ended.set()
         thread.join()
-
-
-def _is_kept(name: str) -> bool:
-    """Locks, marks and temporary names begin with a dot."""
-    return not any(part.startswith(".") or part in LEFT_OUT for part in name.split("/"))
 
 
 def _me() -> dict[str, Any]:

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from aarlib.runtime.mirror import START, Mirror
+from aarlib.runtime.mirror import Mirror
 from aarlib.runtime.storage import is_uri, sole_writer, storage_folder
+from aarlib.runtime.working_copy import START
 from aarlib.training.adapter import METADATA, TENSORS, read_metadata
 
 

@@ -23,7 +23,7 @@ from tests.runtime.conversations import run_config, save_model, write_conversati
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 pytest.importorskip("ray")
 
-from aarlib.runtime.mirror import WRITER  # noqa: E402
+from aarlib.runtime.working_copy import WRITER  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

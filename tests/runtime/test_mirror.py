@@ -11,9 +11,10 @@ import pytest
 pytest.importorskip("ray")
 
 from aarlib.runtime import handover, mirror  # noqa: E402
-from aarlib.runtime.mirror import STAMP, START, WRITER, Mirror  # noqa: E402
+from aarlib.runtime.mirror import STAMP, Mirror  # noqa: E402
 from aarlib.runtime.run_directory import claim, held, run_directory, update  # noqa: E402
 from aarlib.runtime.storage import SCRATCH, StoredFolder, located, storage_folder  # noqa: E402
+from aarlib.runtime.working_copy import LEFT_OUT, START, WRITER, is_kept  # noqa: E402
 from aarlib.runtime.writer import writer  # noqa: E402
 from aarlib.training.config import RunConfig  # noqa: E402
 from tests.object_store import SCHEMES, ObjectStore, object_store  # noqa: E402
@@ -71,7 +72,7 @@ def names(folder: Path) -> list[str]:
 
 
 def stored(uri: str) -> list[str]:
-    return sorted(name for name in Mirror(uri, "one").store.sizes() if mirror._is_kept(name))
+    return sorted(name for name in Mirror(uri, "one").store.sizes() if is_kept(name))
 
 
 @stores_of_every_kind
@@ -83,7 +84,7 @@ def test_a_run_goes_on_on_another_machine(kind: str, locate: Callable[[str], str
         (folder / "a" / "checkpoint-5" / "state").write_bytes(b"5")
         (folder / "a" / ".checkpoint-6.tmp").mkdir()
         (folder / "a" / ".checkpoint-6.tmp" / "state").write_bytes(b"half")
-        for left_out in mirror.LEFT_OUT:
+        for left_out in LEFT_OUT:
             (folder / left_out).mkdir()
             (folder / left_out / "big").write_bytes(b"not copied")
     assert stored(store) == ["a/checkpoint-5/state", "config.json"]
@@ -95,7 +96,7 @@ def test_a_run_goes_on_on_another_machine(kind: str, locate: Callable[[str], str
     on("third")
     assert names(update(config(store))) == ["a/result.json", "config.json"]
     on("first")
-    left_out = [f"{name}/big" for name in mirror.LEFT_OUT]
+    left_out = [f"{name}/big" for name in LEFT_OUT]
     with held(config(store)) as folder:
         assert names(folder) == sorted(["a/result.json", "config.json", *left_out])
     assert stored(store) == ["a/result.json", "config.json"]
@@ -309,7 +310,7 @@ def test_a_session_is_renewed_while_a_push_takes_long_and_not_after_its_end(
 ) -> None:
     monkeypatch.setattr(mirror, "PUSH_EVERY_S", 0.05)
     times: list[float] = []
-    copy = Mirror._copy
+    copy = Mirror.copy
 
     def slowly(self: Mirror, name: str) -> bool:
         for _ in range(2 if name == "config.json" else 0):
@@ -317,7 +318,7 @@ def test_a_session_is_renewed_while_a_push_takes_long_and_not_after_its_end(
             time.sleep(0.3)
         return copy(self, name)
 
-    monkeypatch.setattr(Mirror, "_copy", slowly)
+    monkeypatch.setattr(Mirror, "copy", slowly)
     with held(config(uri)):
         claim(config(uri))
     assert times[1] > times[0]
