@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from aarlib.runtime.fdaa_config import FDAAStudyConfig
-from aarlib.runtime.run_directory import update
+from aarlib.runtime.handover import update
 from aarlib.runtime.storage import storage_folder
 from aarlib.runtime.text_corpus import find_texts
 from aarlib.training.adapter import read_metadata
@@ -16,7 +16,8 @@ from aarlib.version import made_with
 
 def find_adapters(config: FDAAStudyConfig, name: str) -> list[dict[str, Any]]:
     """The adapters of a run directory, by path below ray.storage, method and seed; a ValueError where it has other splits."""
-    folder = update(config.updated({"name": name}))
+    update(config.ray.storage, name)
+    folder = storage_folder(config.ray.storage) / name
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"fdaa.runs: {folder} is no run directory; run `python -m pipelines.train` with its config first"

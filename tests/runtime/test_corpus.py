@@ -61,12 +61,14 @@ def test_rows_order_and_split(local_ray: Any, tmp_path: Path) -> None:
     assert ids(again.held_out) == [row for row in kept_out if row in set(ids(again.encoded))][:2]
 
 
-def test_a_corpus_in_a_bucket_is_the_one_on_disk(local_ray: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("scheme", "user"), [("s3", "none:none"), ("gs", "anonymous")])
+def test_a_corpus_in_a_bucket_is_the_one_on_disk(local_ray: Any, tmp_path: Path, scheme: str, user: str) -> None:
     path = write_conversations(tmp_path / "rows.jsonl", 40)
-    with object_store("rows") as (store, options):
-        with store.open_output_stream("rows/a/rows.jsonl") as file:
+    with object_store(scheme, "rows") as store:
+        with store.filesystem.open_output_stream("rows/a/rows.jsonl") as file:
             file.write(path.read_bytes())
-        remote = build_corpus(NANO, DataConfig(train=(f"s3://none:none@rows/a/*.jsonl?{options}",), **SHORT))
+        pattern = f"{scheme}://{user}@rows/a/*.jsonl?{store.options}"
+        remote = build_corpus(NANO, DataConfig(train=(pattern,), **SHORT))
     local = build_corpus(NANO, data(path))
     assert remote.digest == local.digest and ids(ordered(remote, 0, 0)) == ids(ordered(local, 0, 0))
 
