@@ -3,11 +3,14 @@
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from aarlib.runtime.handover import hand_over
 from aarlib.runtime.run_directory import append_line, check_claim, claim, cut_history, held, pending_runs, run_directory
+from aarlib.runtime.writer import writer
 from aarlib.training.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -89,3 +92,30 @@ def test_history_is_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
     cut_history(path, 3)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
     cut_history(tmp_path / "absent.jsonl", 3)
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from aarlib.runtime.storage import sole_writer
+with sole_writer(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_worker_group_waits_for_one_that_outlives_its_driver(tmp_path: Path) -> None:
+    token, entered = hand_over(str(tmp_path), "one"), threading.Event()
+
+    def begin() -> None:
+        with writer(str(tmp_path), "one", token):
+            entered.set()
+
+    with subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / "one"], stdout=subprocess.PIPE) as orphan:
+        assert orphan.stdout is not None and orphan.stdout.readline() == b"held\n"
+        group = threading.Thread(target=begin)
+        group.start()
+        assert not entered.wait(0.5)
+        orphan.kill()
+        assert entered.wait(60)
+        group.join()
