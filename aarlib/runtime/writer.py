@@ -1,6 +1,5 @@
 """Where rank 0 of a worker group writes, and where any node finds an adapter: the run directory, or a copy of it in a store."""
 
-import hashlib
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from typing import NamedTuple
 from aarlib.runtime.mirror import Mirror
 from aarlib.runtime.storage import is_uri, sole_writer, storage_folder
 from aarlib.runtime.working_copy import START
-from aarlib.training.adapter import METADATA, TENSORS, read_metadata
+from aarlib.training.adapter import holds_adapter
 
 
 class Writer(NamedTuple):
@@ -48,20 +47,11 @@ def adapter_folder(storage: str, name: str, sha256: str) -> Path:
     folder = storage_folder(storage) / name
     if is_uri(storage):
         with sole_writer(folder.parent):
-            if not _is_adapter(folder, sha256):
+            if not holds_adapter(folder, sha256):
                 Mirror(storage, name).pull()
-    if not _is_adapter(folder, sha256):
+    if not holds_adapter(folder, sha256):
         raise ValueError(_not_seen(storage, folder))
     return folder
-
-
-def _is_adapter(folder: Path, sha256: str) -> bool:
-    """Whole: a pull may have ended between its files."""
-    tensors = folder / TENSORS
-    if not tensors.is_file() or not (folder / METADATA).is_file():
-        return False
-    with tensors.open("rb") as file:
-        return read_metadata(folder)["sha256"] == hashlib.file_digest(file, "sha256").hexdigest() == sha256
 
 
 def _not_seen(storage: str, folder: Path) -> str:

@@ -117,6 +117,13 @@ def load_adapter(
     return handle
 
 
+def holds_adapter(folder: Path, sha256: str) -> bool:
+    """Whether `folder` has the adapter with this hash, whole: a copy may have ended between its files."""
+    if not (folder / METADATA).is_file() or not (folder / TENSORS).is_file():
+        return False
+    return read_metadata(folder)["sha256"] == sha256 == _sha256(folder / TENSORS)
+
+
 def read_metadata(folder: str | Path) -> dict[str, Any]:
     """adapter.json of a saved adapter; raises ValueError where it is missing, damaged or of another format."""
     folder = Path(folder)
