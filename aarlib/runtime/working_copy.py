@@ -1,7 +1,11 @@
 """A folder on this machine and the folder of a store that it is a copy of: what each has, and making one what the other is."""
 
+import filecmp
 import logging
+import shutil
 import time
+import uuid
+from pathlib import Path
 from typing import Any
 
 from aarlib.runtime.storage import StoredFolder, storage_folder
@@ -24,12 +28,20 @@ class WorkingCopy:
         self.folder = storage_folder(storage) / name
 
     def pull(self, below: str = "") -> int:
-        """Make the folder `below` what the store has there; the number of files. What only the folder had is set aside."""
-        sizes = {name: size for name, size in self.store.sizes().items() if is_kept(name) and name.startswith(below)}
-        self._set_aside(below, sizes)
-        for name in sizes:
-            self.store.fetch(name, self.folder / name)
-        return len(sizes)
+        """Make the folder `below` what the store has there, once all of it is read; the number of files. What only the folder had
+        is set aside."""
+        names = [name for name in self.store.sizes() if is_kept(name) and name.startswith(below)]
+        staged = self.folder / f".pull-{uuid.uuid4().hex}"
+        try:
+            for name in names:
+                self.store.fetch(name, staged / name)
+            self._set_aside(below, staged)
+            for name in names:
+                (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (staged / name).replace(self.folder / name)
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+        return len(names)
 
     def wrote_here(self, group: dict[str, Any], below: str = "") -> bool:
         """Whether this copy is the one that a worker group wrote: then it is ahead of what was pushed, not behind."""
@@ -54,13 +66,13 @@ class WorkingCopy:
         self.store.write(name, content)
         return True
 
-    def _set_aside(self, below: str, sizes: dict[str, int]) -> None:
-        """Move what the store has not, or otherwise, to a folder beside: a process that ended had not pushed it. What was
+    def _set_aside(self, below: str, staged: Path) -> None:
+        """Move what is not `staged`, or otherwise, to a folder beside: a process that ended had not pushed it. What was
         handed over and not touched since was pushed then, and gives way."""
         place, start = self.folder / f".aside-{time.time_ns()}", self.folder / below / START
         handed_ns = start.stat().st_mtime_ns if start.is_file() else 0
         local = {name: state for name, state in self.local().items() if name.startswith(below)}
-        differs = [name for name, (_, size) in local.items() if sizes.get(name) != size]
+        differs = [name for name in local if not _is_same(self.folder / name, staged / name)]
         only_here = [name for name in differs if local[name][0] > handed_ns]
         for name in {*differs} - {*only_here}:
             (self.folder / name).unlink()
@@ -81,6 +93,10 @@ class WorkingCopy:
                 status = path.stat()
                 found[name] = (status.st_mtime_ns, status.st_size)
         return found
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    return other.is_file() and filecmp.cmp(one, other, shallow=False)
 
 
 def is_kept(name: str) -> bool:

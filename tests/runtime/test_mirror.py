@@ -346,13 +346,56 @@ def test_a_copy_that_is_behind_sets_aside_what_only_it_has(
     with held(config(uri)) as folder:
         claim(config(uri))
     (folder / "thesis").write_text("not pushed")
+    (folder / "state").write_text("4")
     on("second")
     with held(config(uri)) as other:
         (other / "state").write_text("5")
     on("first")
     assert names(update(config(uri))) == ["config.json", "state"]
     (aside,) = folder.glob(".aside-*")
-    assert (aside / "thesis").read_text() == "not pushed" and "1 files are set aside in" in caplog.text
+    assert ((aside / "thesis").read_text(), (aside / "state").read_text()) == ("not pushed", "4")
+    assert (folder / "state").read_text() == "5" and "2 files are set aside in" in caplog.text
+
+
+def test_a_pull_that_ends_in_the_middle_changes_nothing(uri: str, on: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with held(config(uri)) as folder:
+        claim(config(uri))
+        (folder / "state").write_text("4")
+    on("second")
+    with held(config(uri)) as other:
+        (other / "state").write_text("5")
+        (other / "zeta").write_text("5")
+    on("first")
+    stock = StoredFolder.fetch
+
+    def breaks(self: StoredFolder, name: str, target: Path) -> None:
+        if name == "zeta":
+            raise OSError("no connection")
+        stock(self, name, target)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(StoredFolder, "fetch", breaks)
+        with pytest.raises(ValueError, match="cannot be reached: no connection"):
+            update(config(uri))
+    assert (folder / "state").read_text() == "4" and not [*folder.glob(".pull-*"), *folder.glob(".aside-*")]
+    assert (update(config(uri)) / "state").read_text() == "5"
+
+
+def test_a_store_that_fails_after_a_training_hides_no_error_of_the_training(
+    uri: str, on: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuses(self: StoredFolder) -> dict[str, int]:
+        raise OSError("no connection")
+
+    with held(config(uri)):
+        token = handover.hand_over(uri, "one")
+        with monkeypatch.context() as broken:
+            broken.setattr(StoredFolder, "sizes", refuses)
+            with pytest.raises(KeyError, match="bad input"), handover.collected(uri, "one", token):
+                raise KeyError("bad input")
+            assert "no connection; run the same command again" in caplog.text
+            with pytest.raises(OSError, match="no connection"), handover.collected(uri, "one", token):
+                pass
 
 
 def test_a_file_that_another_machine_added_is_never_deleted(uri: str, on: Machine) -> None:
