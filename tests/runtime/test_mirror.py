@@ -1,78 +1,20 @@
-"""Runs whose storage is a URI: an object store (local S3 and GCS servers) and, the same code, a folder. Machines are folders of
-working copies."""
+"""Runs whose storage is a URI, from machine to machine: sessions, pushes, copies that are behind."""
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("ray")
 
-from aarlib.runtime import handover, mirror  # noqa: E402
+from aarlib.runtime import mirror  # noqa: E402
 from aarlib.runtime.mirror import STAMP, Mirror  # noqa: E402
 from aarlib.runtime.run_directory import claim, held, run_directory, update  # noqa: E402
-from aarlib.runtime.storage import SCRATCH, StoredFolder, located, storage_folder  # noqa: E402
-from aarlib.runtime.working_copy import LEFT_OUT, START, WRITER, is_kept  # noqa: E402
-from aarlib.runtime.writer import writer  # noqa: E402
-from aarlib.training.config import RunConfig  # noqa: E402
-from tests.object_store import SCHEMES, ObjectStore, object_store  # noqa: E402
-
-Machine = Callable[[str], None]
-
-
-@pytest.fixture(scope="module")
-def stores() -> Iterator[dict[str, ObjectStore]]:
-    with object_store("s3", "kept") as s3, object_store("gs", "kept") as gs:
-        yield {"s3": s3, "gs": gs}
-
-
-@pytest.fixture
-def locate(stores: dict[str, ObjectStore], tmp_path: Path) -> Callable[[str], str]:
-    """A URI of a kind of store, of this test alone."""
-    return lambda kind: (tmp_path / "store").as_uri() if kind == "file" else stores[kind].uri(f"kept/{tmp_path.name}")
-
-
-@pytest.fixture
-def uri(tmp_path: Path) -> str:
-    """A folder: the rules are the same for every store."""
-    return (tmp_path / "store").as_uri()
-
-
-@pytest.fixture
-def on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Go to a machine by name: its working copies are its own."""
-    monkeypatch.setattr(mirror, "POLL_S", 0.05)
-    monkeypatch.setattr(mirror, "SETTLE_S", 0.0)
-
-    def go(name: str) -> None:
-        monkeypatch.setenv(SCRATCH, str(tmp_path / name))
-        monkeypatch.setattr(mirror.socket, "gethostname", lambda: name)
-
-    go("first")
-    return go
-
-
-stores_of_every_kind = pytest.mark.parametrize("kind", ["file", *SCHEMES])
-
-
-def config(uri: str, **changes: object) -> RunConfig:
-    method = {"sft": {"name": "router_sft"}}
-    base = {"name": "one", "data": {"train": ["nano:sft:8"]}, "method": method, "ray": {"storage": uri}}
-    return RunConfig.from_mapping(base).updated(changes)
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(
-        name
-        for path in folder.rglob("*")
-        if path.is_file() and "/." not in f"/{(name := path.relative_to(folder).as_posix())}"
-    )
-
-
-def stored(uri: str) -> list[str]:
-    return sorted(name for name in Mirror(uri, "one").store.sizes() if is_kept(name))
+from aarlib.runtime.storage import StoredFolder  # noqa: E402
+from aarlib.runtime.working_copy import LEFT_OUT  # noqa: E402
+from tests.runtime.stored import Machine, config, names, stored, stores_of_every_kind  # noqa: E402
 
 
 @stores_of_every_kind
@@ -169,114 +111,6 @@ def test_a_killed_driver_is_not_waited_for_on_its_own_machine(uri: str, on: Mach
     assert time.monotonic() - begun < mirror.EXPIRES_S / 10
 
 
-@stores_of_every_kind
-def test_a_worker_group_anywhere_pushes_and_the_driver_collects(
-    kind: str, locate: Callable[[str], str], on: Machine
-) -> None:
-    store = locate(kind)
-    for node in ("first", "node"):
-        with held(config(store)) as folder:
-            claim(config(store))
-            token = handover.hand_over(store, "one")
-            with handover.collected(store, "one", token):
-                on(node)
-                with writer(located(store), "one", token) as place:
-                    assert (place.folder == folder) is (node == "first")
-                    assert (place.folder / "config.json").is_file() and not (place.folder / "a" / "left").exists()
-                    (place.folder / "a").mkdir(exist_ok=True)
-                    (place.folder / "a" / "state").write_text("5")
-                    place.push()
-                    assert "a/state" in stored(store)
-                    (place.folder / "a" / "state").unlink()
-                    (place.folder / "a" / "result.json").write_text(node)
-                on("first")
-            assert (folder / "a" / "result.json").read_text() == node
-        assert stored(store) == names(folder) == ["a/result.json", "config.json"]
-        assert not {WRITER, START} & {path.rpartition("/")[2] for path in Mirror(store, "one").store.sizes()}
-        on("node")
-        (left := storage_folder(store) / "one" / "a" / "left").parent.mkdir(parents=True, exist_ok=True)
-        left.write_text("of a run that was removed")
-        on("first")
-
-
-def test_a_driver_leaves_alone_what_it_handed_over(uri: str, on: Machine) -> None:
-    with held(config(uri)) as folder:
-        claim(config(uri))
-        (folder / "trials" / "0").mkdir(parents=True)
-        (folder / "trials" / "0" / "rows").write_text("1")
-    driver = Mirror(uri, "one")
-    driver.open()
-    handover.hand_over(uri, "one/trials/0")
-    (folder / "trials" / "0" / "rows").write_text("12")
-    (folder / "trials" / "0" / "new").write_text("1")
-    (folder / "study").write_text("1")
-    assert driver.push() == 1 and "trials/0/new" not in stored(uri)
-    (folder / "trials" / "0" / "rows").unlink()
-    assert driver.push() == 0 and "trials/0/rows" in stored(uri)
-
-
-def test_what_a_group_pushed_outlives_its_driver(uri: str, on: Machine) -> None:
-    """What it had not pushed stays on its node: the history may be ahead of the checkpoint, or behind it."""
-    with held(config(uri)):
-        claim(config(uri))
-        token = handover.hand_over(uri, "one")
-    on("node")
-    orphan, place = Mirror(uri, "one"), storage_folder(uri) / "one"
-    orphan.take(token)
-    (place / "state").write_text("5")
-    orphan.push()
-    (place / "state").write_text("60")
-    on("first")
-    with held(config(uri)) as folder:
-        assert (folder / "state").read_text() == "5" and not (folder / START).exists()
-        with pytest.raises(ValueError, match="was taken over"):
-            orphan.push()
-        token = handover.hand_over(uri, "one")
-        on("node")
-        with writer(located(uri), "one", token) as again:
-            assert (again.folder / "state").read_text() == "5"
-        assert [path.read_text() for path in place.glob(".aside-*/state")] == ["60"]
-        on("first")
-
-
-def test_what_a_dead_group_wrote_on_the_drivers_machine_and_could_not_push_is_not_lost(uri: str, on: Machine) -> None:
-    with held(config(uri)) as folder:
-        claim(config(uri))
-        token = handover.hand_over(uri, "one")
-        group = Mirror(uri, "one")
-        group.take(token)
-        (folder / "state").write_text("5")
-        group.push()
-        (folder / "state").unlink()
-        (folder / "result.json").write_text("{}")
-        with pytest.raises(ValueError, match="was taken over"), writer(located(uri), "one", token) as again:
-            assert names(again.folder) == ["config.json", "result.json"] == stored(uri)
-            (folder / "late").write_text("1")
-            Mirror(uri, "one").collect(token)
-        assert names(folder) == ["config.json", "late", "result.json"] == stored(uri)
-    assert not list(folder.glob(".aside-*"))
-
-
-def test_of_two_groups_the_later_one_writes_and_one_of_another_start_none(uri: str, on: Machine) -> None:
-    first, second = Mirror(uri, "one"), Mirror(uri, "one")
-    with held(config(uri)) as folder:
-        claim(config(uri))
-        token = handover.hand_over(uri, "one")
-        with pytest.raises(ValueError, match="was handed to another worker group"):
-            first.take("another")
-        first.take(token)
-        second.take(token)
-        (folder / "state").write_text("5")
-        with pytest.raises(ValueError, match="was taken over"):
-            first.push()
-        assert second.push() == 1
-        second.collect("of another start")
-        assert second.push() == 0
-        second.collect(token)
-        with pytest.raises(ValueError, match="was taken over"):
-            second.push()
-
-
 def test_a_session_that_began_while_another_start_was_reading_is_kept(
     uri: str, on: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,15 +128,6 @@ def test_a_session_that_began_while_another_start_was_reading_is_kept(
     with pytest.raises(ValueError, match="is in use by process 1 on third"), held(config(uri)):
         pass
     assert Mirror(uri, "one").store.read_json(STAMP) == json.loads(other)
-
-
-def test_a_driver_that_lost_its_run_hands_nothing_over(uri: str, on: Machine) -> None:
-    with pytest.raises(ValueError, match="was taken over by another process"), held(config(uri)) as folder:
-        (folder / "trials" / "0").mkdir(parents=True)
-        Mirror(uri, "one").store.write(STAMP, json.dumps({"session": "other", "who": "x", "time": 0.0}).encode())
-        with pytest.raises(ValueError, match="was taken over by another process"):
-            handover.hand_over(uri, "one/trials/0")
-        assert Mirror(uri, "one").store.read_json(f"trials/0/{WRITER}") is None
 
 
 def test_a_session_is_renewed_while_a_push_takes_long_and_not_after_its_end(
@@ -381,23 +206,6 @@ def test_a_pull_that_ends_in_the_middle_changes_nothing(uri: str, on: Machine, m
     assert (update(config(uri)) / "state").read_text() == "5"
 
 
-def test_a_store_that_fails_after_a_training_hides_no_error_of_the_training(
-    uri: str, on: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuses(self: StoredFolder) -> dict[str, int]:
-        raise OSError("no connection")
-
-    with held(config(uri)):
-        token = handover.hand_over(uri, "one")
-        with monkeypatch.context() as broken:
-            broken.setattr(StoredFolder, "sizes", refuses)
-            with pytest.raises(KeyError, match="bad input"), handover.collected(uri, "one", token):
-                raise KeyError("bad input")
-            assert "no connection; run the same command again" in caplog.text
-            with pytest.raises(OSError, match="no connection"), handover.collected(uri, "one", token):
-                pass
-
-
 def test_a_file_that_another_machine_added_is_never_deleted(uri: str, on: Machine) -> None:
     with held(config(uri)) as folder:
         claim(config(uri))
@@ -405,17 +213,6 @@ def test_a_file_that_another_machine_added_is_never_deleted(uri: str, on: Machin
     with held(config(uri)):
         assert (folder / "trials" / "0" / "result.json").is_file()
     assert "trials/0/result.json" in stored(uri)
-
-
-def test_a_process_that_writes_a_copy_is_not_disturbed_by_a_look(uri: str, on: Machine) -> None:
-    with held(config(uri)):
-        claim(config(uri))
-        token = handover.hand_over(uri, "one")
-        on("node")
-        with writer(located(uri), "one", token) as place:
-            (place.folder / "state").write_text("5")
-            assert update(config(uri)) == place.folder and (place.folder / "state").is_file()
-        on("first")
 
 
 def test_a_driver_whose_run_was_taken_over_is_interrupted(
@@ -445,17 +242,6 @@ def test_of_two_drivers_that_begin_at_once_one_is_refused(
     monkeypatch.setattr(mirror.time, "sleep", other_begins)
     with pytest.raises(ValueError, match="is in use by process 1 on other"):
         Mirror(uri, "one").open()
-
-
-def test_a_node_that_sees_neither_the_folder_nor_a_uri_says_so(tmp_path: Path) -> None:
-    token = handover.hand_over(str(tmp_path), "one")
-    with writer(str(tmp_path), "one", token) as place:
-        assert place.folder == tmp_path / "one"
-    with (
-        pytest.raises(ValueError, match="ray.storage = .* does not see the driver's .*one; give a folder that all"),
-        writer(str(tmp_path), "one", "of another folder with this path"),
-    ):
-        pass
 
 
 @pytest.mark.parametrize("name", ["a b", "50%", "\u00fc", "a?b", "a#b"])
