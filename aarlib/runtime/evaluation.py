@@ -54,15 +54,16 @@ def evaluate(config: RunConfig) -> Evaluation:
     folder = run_directory(config) / FOLDER
     adapters = find_adapters(config)
     source = find_tasks(config.evaluate, folder)
+    include_path = config.evaluate.include_path
+    defined = None if include_path is None else digest_of(include_path)
     units = [
-        {"id": f"{name}.{task}", "adapter": name, "sha256": digest, "task": task}
+        {"id": f"{name}.{task}", "adapter": name, "sha256": digest, "task": task, "defined": defined}
         for task in source.names
         for name, digest, _ in adapters
     ]
     settings = {
         "model": config.model.model_dump(mode="json"),
         "tasks": source.names,
-        "include_path": None if config.evaluate.include_path is None else digest_of(config.evaluate.include_path),
         "harness": harness_settings(config.evaluate)._asdict(),
         "gpus": config.evaluate.gpus_per_actor,
         "base_fingerprint": base_fingerprint(adapters),
@@ -99,7 +100,6 @@ class Evaluator:
         harness: Mapping[str, Any],
         gpus: float,
         base_fingerprint: str,
-        include_path: str | None,
         storage: str,
         name: str,
         folders: Sequence[str],

@@ -111,11 +111,7 @@ def run_trial(
     """Tune's trainable: a driver that launches one training."""
     number = tune.get_context().get_trial_id().rpartition("_")[2]
     parent = RunConfig.from_mapping(base)
-    if str(run_directory(parent)) != folder:
-        raise ValueError(
-            f"AARLIB_SCRATCH: the sweep works in {folder}, this trial would in {run_directory(parent)}; set it where Ray is "
-            "started as for the sweep"
-        )
+    check_place(parent, folder)
     config = trial_config(parent, study, params, f"{parent.name}/trials/{number}")
     connect(config.ray)
     check_resources(config.ray)
@@ -128,6 +124,15 @@ def run_trial(
     nested = tracking.start_trial(config, trial_folder, tracked)
     train_on(config, prepared, trial_folder, planned, nested, callbacks=[TuneReportCallback()])
     tune.report(_score(trial_folder))
+
+
+def check_place(parent: RunConfig, folder: str) -> None:
+    """A ValueError where this process has the sweep's run directory elsewhere than the sweep has."""
+    if str(run_directory(parent)) != folder:
+        raise ValueError(
+            f"AARLIB_SCRATCH: the sweep works in {folder}, this trial would in {run_directory(parent)}; set it where Ray is "
+            "started as for the sweep"
+        )
 
 
 class Preparer:

@@ -53,7 +53,7 @@ def test_every_adapter_and_task_is_scored_once(local_ray, tmp_path):
         evaluate(config.updated({"evaluate.batch_size": 2}))
 
     (tmp_path / "tasks" / "more.txt").write_text("another definition")
-    with pytest.raises(ValueError, match="setting include_path"):
+    with pytest.raises(ValueError, match="6 changed units"):
         evaluate(config)
     (tmp_path / "tasks" / "more.txt").unlink()
 

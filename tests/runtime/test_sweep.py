@@ -24,7 +24,9 @@ from aarlib.report.figures import DARK  # noqa: E402
 from aarlib.report.records import Sweep  # noqa: E402
 from aarlib.report.sweep_figures import sweep_overview  # noqa: E402
 from aarlib.runtime import tracking  # noqa: E402
-from aarlib.runtime.sweep import HEAD, _plain, check_sweep, sweep, this_node, trial_name  # noqa: E402
+from aarlib.runtime.run_directory import run_directory  # noqa: E402
+from aarlib.runtime.storage import SCRATCH  # noqa: E402
+from aarlib.runtime.sweep import HEAD, _plain, check_place, check_sweep, sweep, this_node, trial_name  # noqa: E402
 from aarlib.runtime.tune_study import Study, asha  # noqa: E402
 from aarlib.training.config import RunConfig  # noqa: E402
 
@@ -107,6 +109,27 @@ def test_trials_have_their_drivers_on_the_node_of_the_sweeps() -> None:
         {"NodeID": "b", "Resources": {"CPU": 1.0, "node:10.0.0.2": 1.0}},
     ]
     assert [this_node(nodes, node) for node in ("a", "b")] == [HEAD, "node:10.0.0.2"]
+
+
+def test_a_trial_that_would_work_elsewhere_than_its_sweep_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = {"sft": {"name": "router_sft"}}
+    values = {
+        "name": "swept",
+        "data": {"train": ["nano:sft:8"]},
+        "method": method,
+        "ray": {"storage": "s3://bucket/runs"},
+    }
+    config = RunConfig.from_mapping(values)
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "driver"))
+    folder = str(run_directory(config))
+    check_place(config, folder)
+    monkeypatch.setenv(SCRATCH, str(tmp_path / "raylet"))
+    with pytest.raises(
+        ValueError, match="AARLIB_SCRATCH: the sweep works in .*/driver/.*, this trial would in .*/raylet/"
+    ):
+        check_place(config, folder)
 
 
 WINDOWS, LAYERS = "method.aar.window", "method.aar.layers"
