@@ -113,14 +113,3 @@ def worker_environment(config: RayConfig) -> dict[str, Any]:
     if not config.use_gpu:
         variables["DS_ACCELERATOR"] = "cpu"
     return {"env_vars": variables}
-
-
-def user_error(error: BaseException) -> BaseException:
-    """The ValueError that one of our functions raised in a Ray process, without the remote traceback; else `error` itself."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if type(seen) is ValueError:
-            return ValueError(str(seen))
-        inner = (getattr(seen, name, None) for name in ("cause", "_base_exc", "controller_failure", "__cause__"))
-        seen = next((error for error in inner if error is not None), None)
-    return error

@@ -21,7 +21,7 @@ from aarlib.data.chat import Conversation, Encoded, encode
 from aarlib.data.conversations import OnBadRow, ReadReport
 from aarlib.data.sampling import in_fraction, row_hash
 from aarlib.data.sources import find_sources, parse_nano
-from aarlib.runtime.cluster import user_error
+from aarlib.runtime.failures import user_error
 from aarlib.training.config import DataConfig, ModelConfig
 
 logger = logging.getLogger("aarlib")

@@ -22,8 +22,9 @@ from aarlib.data.corpora import separator_id
 from aarlib.data.sources import find_sources
 from aarlib.moe.loading import load_tokenizer
 from aarlib.runtime import tracking
-from aarlib.runtime.cluster import check_resources, connect, user_error, worker_environment
+from aarlib.runtime.cluster import check_resources, connect, worker_environment
 from aarlib.runtime.corpus import Corpus, build_corpus, ordered
+from aarlib.runtime.failures import FailAtOnce, reason
 from aarlib.runtime.handover import collected, hand_over
 from aarlib.runtime.plan import Plan, plan
 from aarlib.runtime.run_directory import claim, held, is_finished, pending_runs, run_directory, update
@@ -174,7 +175,7 @@ def _fit(
         with _interrupts_given_back():
             trainer.fit()
     except ray.train.TrainingFailedError as error:
-        raise _reason(error) from error
+        raise reason(error) from error
 
 
 @contextmanager
@@ -186,21 +187,6 @@ def _interrupts_given_back() -> Iterator[None]:
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, before)
-
-
-class FailAtOnce(ray.train.UserCallback):
-    """Bad input stays bad input: a worker's ValueError ends the training, where a lost process would be started again."""
-
-    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        for error in map(user_error, worker_exceptions.values()):
-            if type(error) is ValueError:
-                raise error
-
-
-def _reason(error: ray.train.TrainingFailedError) -> BaseException:
-    """The ValueError behind a failed training, else the failure itself."""
-    failures = [*getattr(error, "worker_failures", {}).values(), getattr(error, "controller_failure", error)]
-    return next((found for found in map(user_error, failures) if type(found) is ValueError), error)
 
 
 def _num_workers(config: RunConfig) -> int | tuple[int, int]:

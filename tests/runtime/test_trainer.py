@@ -108,22 +108,30 @@ def assert_same_history(ours: TrainingResult, theirs: TrainingResult, but: tuple
         assert {"train/ce", "optim/grad_norm"} <= kept.keys() and kept == pytest.approx(expected, rel=1e-4)
 
 
-def test_one_worker_and_accumulation_are_two_workers(bench: Bench, two_workers: TrainingResult) -> None:
-    one = bench.train("one", **{"ray.num_workers": 1, "optim.micro_batch": 4, "ray.checkpoint_every": 100})
-    many = bench.train("many", **{"ray.num_workers": 1, "optim.micro_batch": 1, "ray.zero_stage": 1})
-    assert largest(adapter(one), adapter(two_workers)) < 1e-5
-    assert largest(adapter(many), adapter(two_workers)) < 1e-5
+def assert_same_training(ours: TrainingResult, theirs: TrainingResult, but: tuple[str, ...] = ("speed/",)) -> None:
+    """Adapters, rows of every step, histories and held-out losses."""
+    assert largest(adapter(ours), adapter(theirs)) < 1e-5
+    assert lines(ours, "rows.jsonl") == lines(theirs, "rows.jsonl")
+    assert_same_history(ours, theirs, but)
+    mine, other = (pd.read_parquet(result.folder / RUN / "held_out.parquet") for result in (ours, theirs))
+    assert mine["row_id"].tolist() == other["row_id"].tolist()
+    assert abs(mine["ce_sum"] - other["ce_sum"]).max() < 1e-3
+
+
+def test_one_worker_that_accumulates_is_two_workers(bench: Bench, two_workers: TrainingResult) -> None:
     start, _ = load_model(str(bench.model))
     trained = load_adapter(start, two_workers.folder / RUN / "adapter")
     weights = {name: parameter.detach() for name, parameter in trained.trainable()}
     routers = {f"{i}.weight": start.model.layers[i].mlp.gate.weight for i in (0, 1, 2)}
     assert largest({name: weights[name] for name in routers}, routers) > 1e-3
-    for result in (one, many):
-        assert lines(result, "rows.jsonl") == lines(two_workers, "rows.jsonl")
-        assert_same_history(result, two_workers, but=("speed/", "routing/"))
-        ours, theirs = (pd.read_parquet(r.folder / RUN / "held_out.parquet") for r in (result, two_workers))
-        assert ours["row_id"].tolist() == theirs["row_id"].tolist()
-        assert abs(ours["ce_sum"] - theirs["ce_sum"]).max() < 1e-3
+    one = bench.train("one", **{"ray.num_workers": 1, "optim.micro_batch": 1, "ray.zero_stage": 1})
+    assert_same_training(one, two_workers, but=("speed/", "routing/"))
+
+
+@pytest.mark.long
+def test_one_worker_that_takes_a_batch_at_once_is_two_workers(bench: Bench, two_workers: TrainingResult) -> None:
+    one = bench.train("at_once", **{"ray.num_workers": 1, "optim.micro_batch": 4, "ray.checkpoint_every": 100})
+    assert_same_training(one, two_workers, but=("speed/", "routing/"))
 
 
 def test_targets_were_uneven(bench: Bench, two_workers: TrainingResult) -> None:
@@ -321,6 +329,7 @@ def rank_1_fails_at_step_2(job: dict[str, Any]) -> None:
     train_worker(job)
 
 
+@pytest.mark.long
 def test_a_value_error_of_one_worker_in_the_middle_ends_the_training_at_once(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,12 +349,7 @@ def test_three_workers_packed_rows_and_a_partitioned_base_are_two_workers(
 ) -> None:
     """4 rows of at most 48 tokens a step do not divide by 3, and pack into fewer; ZeRO-3."""
     packed = bench.train("packed", **{"ray.num_workers": 3, "data.packing": True, "ray.zero_stage": 3})
-    assert largest(adapter(packed), adapter(two_workers)) < 1e-5
-    assert lines(packed, "rows.jsonl") == lines(two_workers, "rows.jsonl")
-    assert_same_history(packed, two_workers)
-    ours, theirs = (pd.read_parquet(r.folder / RUN / "held_out.parquet") for r in (packed, two_workers))
-    assert ours["row_id"].tolist() == theirs["row_id"].tolist()
-    assert abs(ours["ce_sum"] - theirs["ce_sum"]).max() < 1e-3
+    assert_same_training(packed, two_workers)
 
 
 def test_more_workers_than_the_cluster_has(bench: Bench) -> None:
