@@ -79,8 +79,8 @@ def test_a_sweep_folder_of_another_config_is_refused_before_any_training(tmp_pat
 
 
 SMALL = [
-    "--seeds=[0]", "--optim.max_steps=2", "--data.train=['nano:sft:200']", "--data.max_held_out=12", "--evaluate.limit=6",
-    "--evaluate.tasks=['nano_ioi']", "--evaluate.num_actors=1",
+    "--seeds=[0]", "--optim.max_steps=2", "--optim.global_batch=8", "--data.train=['nano:sft:200']", "--data.max_held_out=12",
+    "--evaluate.limit=6", "--evaluate.tasks=['nano_ioi']", "--evaluate.num_actors=1",
 ]  # fmt: skip
 
 

@@ -26,6 +26,8 @@ from tests.runtime.engine_process import other_number, process
 from tests.runtime.plain_pytorch import METHOD, OPTIM, STEPS, batches, bfloat16_reference, reference
 from tests.tiny import FAMILIES, tiny_model
 
+pytestmark = pytest.mark.xdist_group("engine")  # one process of `make test`, one start-up
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

@@ -1,13 +1,11 @@
 """Every adapter and task once, in actors; a second run reads what the first wrote."""
 
-import shutil
-
 import pytest
 import torch
 
-from aarlib.runtime.evaluation import evaluate, tasks_here
+from aarlib.runtime.evaluation import Evaluator, evaluate, harness_settings, tasks_here
 from aarlib.runtime.harness_tasks import resolve_tasks, task_manager
-from aarlib.training.adapter import save_adapter
+from aarlib.training.adapter import fingerprint, save_adapter
 from aarlib.training.config import EvaluateConfig, RunConfig
 from tests.runtime.canned import attach_random, character_tokenizer, tiny_pair, write_choice, write_generation
 
@@ -57,12 +55,25 @@ def test_every_adapter_and_task_is_scored_once(local_ray, tmp_path):
         evaluate(config)
     (tmp_path / "tasks" / "more.txt").unlink()
 
+
+def test_a_base_that_is_no_longer_the_adapters_is_refused(tmp_path):
+    base, tasks = tmp_path / "base", tmp_path / "tasks"
+    model, _ = tiny_pair(randomised=False)
+    character_tokenizer().save_pretrained(base)
+    write_choice(tasks)
+    config = EvaluateConfig(tasks=("canned_choice",), include_path=tasks)
+    arguments = {
+        "model": {"name": str(base)}, "tasks": config.tasks, "harness": harness_settings(config)._asdict(), "gpus": 0,
+        "base_fingerprint": fingerprint(model), "storage": str(tmp_path), "name": "tiny", "folders": [str(tasks)],
+        "evaluate": config.model_dump(mode="json"),
+    }  # fmt: skip
+    model.save_pretrained(base)
+    Evaluator(**arguments)
     with torch.no_grad():
         model.model.embed_tokens.weight.add_(1.0)
     model.save_pretrained(base)
-    shutil.rmtree(run_dir / "evaluation")
     with pytest.raises(ValueError, match="no longer the base that the adapters were trained on"):
-        evaluate(config)
+        Evaluator(**arguments)
 
 
 def test_a_node_without_the_drivers_tasks_finds_its_own(tmp_path):
