@@ -1,4 +1,4 @@
-"""Threads, executed shape annotations, the session's Ray, the shared data folder, and the skips that are allowed."""
+"""Threads, executed shape annotations, the session's Ray, the shared data folder; the hooks that watch skips."""
 
 import os
 
@@ -23,7 +23,7 @@ from jaxtyping import install_import_hook
 import aarlib.audit.config  # noqa: F401  (before the hook: beartype refuses Self on methods)
 import aarlib.lens.config  # noqa: F401  (before the hook: beartype refuses Self on methods)
 import aarlib.training.config  # noqa: F401
-from tests.skips import read_allowed, unexplained
+from tests.skips import pytest_collectreport, pytest_runtest_logreport, pytest_sessionfinish  # noqa: F401  (pytest calls them)
 
 install_import_hook(
     [f"aarlib.{name}" for name in ("moe", "aar", "audit", "fdaa", "lens", "training", "data")], "beartype.beartype"
@@ -37,7 +37,6 @@ RAY_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "DS_ACCELERATOR": "cpu",
 }
-skip_reasons: set[str] = set()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -68,28 +67,3 @@ def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     start_local(num_cpus=8, runtime_env={"env_vars": RAY_ENVIRONMENT})
     yield ray
     ray.shutdown()
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    _collect_skip(report)
-
-
-def pytest_collectreport(report: pytest.CollectReport) -> None:
-    _collect_skip(report)
-
-
-def _collect_skip(report: Any) -> None:
-    if report.skipped and not hasattr(report, "wasxfail"):
-        skip_reasons.add(report.longrepr[2].removeprefix("Skipped: "))
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workerinput"):
-        return  # the process that started the workers sees every report
-    if bad := unexplained(skip_reasons, read_allowed()):
-        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-        assert reporter is not None
-        for reason in bad:
-            reporter.write_line(f"\nskip not allowed by tests/skips_allowed.txt: {reason}", red=True)
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED

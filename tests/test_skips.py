@@ -16,7 +16,7 @@ def test_unexplained_keeps_what_no_pattern_matches():
 
 def run_pytest(folder: Path, reason: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_it.py").write_text(f"import pytest\n\ndef test_it():\n    pytest.skip({reason!r})\n")
-    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "-q"]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.skips", "-p", "no:cacheprovider", "-q"]
     return subprocess.run([*command, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
