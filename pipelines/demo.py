@@ -153,7 +153,7 @@ def evaluate(config: RunConfig) -> None:
 def conclude(folder: Path, config: RunConfig, wall_s: float, peak_gib: float) -> None:
     from aarlib.report.page import write_report
     from aarlib.report.text import duration
-    from aarlib.runtime.tracking import tracking_uri
+    from aarlib.runtime.mlflow_store import tracking_uri
 
     written = write_report(folder)
     print(f"\n{written.text}\n\n{duration(wall_s)} in all, peak memory of the process tree {peak_gib:.2f} GiB")

@@ -20,6 +20,7 @@ from aarlib.report.records import Sweep, read_run
 from aarlib.report.tables import paired_difference
 from aarlib.runtime import tracking
 from aarlib.runtime.cluster import check_resources, concurrent_groups, connect
+from aarlib.runtime.mlflow_store import FAILED, FINISHED
 from aarlib.runtime.run_directory import claim, held, run_directory, update
 from aarlib.runtime.storage import located
 from aarlib.runtime.tracking import Tracking
@@ -62,14 +63,14 @@ def sweep(config: RunConfig, study: Study, name: str) -> SweepResult:
         if shared is not None:
             record_data(folder, shared.corpus)
         tracked = tracking.start(base, folder, with_children=False)
-        status, problems = tracking.FAILED, list(tracked.problems)
+        status, problems = FAILED, list(tracked.problems)
         stopped: list[Path] = []
         try:
             grid = _tuner(base, study, folder, tracked, shared).fit()
             trials = _collect(base, study, folder, grid)
             stopped = [folder / "trials" / trial for trial in trials.loc[trials["status"] == "stopped", "trial"]]
             _draw(Sweep(name, trials), folder)
-            status = tracking.FINISHED
+            status = FINISHED
         finally:
             files = (folder / file for file in ("results.csv", "results.json", STUDY, FIGURE))
             artifacts = tuple(path for path in files if path.is_file())

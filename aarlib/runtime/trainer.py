@@ -26,6 +26,7 @@ from aarlib.runtime.cluster import check_resources, connect, worker_environment
 from aarlib.runtime.corpus import Corpus, build_corpus, ordered
 from aarlib.runtime.failures import FailAtOnce, reason
 from aarlib.runtime.handover import collected, hand_over
+from aarlib.runtime.mlflow_store import FAILED, FINISHED
 from aarlib.runtime.plan import Plan, plan
 from aarlib.runtime.run_directory import claim, held, is_finished, pending_runs, run_directory, update
 from aarlib.runtime.session import Job, dataset_name, epochs_needed, total_steps
@@ -124,15 +125,15 @@ def train_on(
 ) -> TrainingResult:
     """Train on rows that are prepared already, in a run directory that is claimed."""
     _announce(config, prepared.corpus, planned)
-    status = tracking.FAILED
+    status = FAILED
     problems: list[str] = []
     try:
         token = hand_over(config.ray.storage, config.name)
         with collected(config.ray.storage, config.name, token):
             _fit(config, prepared, folder, token, tracked, callbacks)
-        status = tracking.FINISHED
+        status = FINISHED
     finally:
-        children = {run.name: tracking.FINISHED for run in config.runs() if is_finished(folder, run)}
+        children = {run.name: FINISHED for run in config.runs() if is_finished(folder, run)}
         problems = tracking.finish(tracked, status, children)
     return TrainingResult(folder, planned, tracked, (*tracked.problems, *problems))
 

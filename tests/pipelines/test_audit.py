@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("ray")
 pytest.importorskip("mlflow")
 
-from aarlib.runtime import tracking  # noqa: E402
 from aarlib.runtime.audit import RECORD_COLUMNS  # noqa: E402
+from aarlib.runtime.mlflow_store import client_of  # noqa: E402
 from aarlib.studies.audit_markdown import frame_of  # noqa: E402
 from pipelines import audit  # noqa: E402
 from tests.conftest import RAY_ENVIRONMENT  # noqa: E402
@@ -83,7 +83,7 @@ def test_a_run_writes_records_tables_figures_metrics_and_a_page_and_is_taken_up_
     for place in (folder, tmp_path):
         assert [path.name for path in (place / "figures").iterdir()] == ["audit_full.png"]
     assert found["about"].keys() == {"date", "aarlib", "torch", "transformers", "config"}
-    client = tracking._client(f"sqlite:///{tmp_path}/runs/mlflow.db")
+    client = client_of(f"sqlite:///{tmp_path}/runs/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("aarlib").experiment_id])
     assert run.info.status == "FINISHED" and run.data.params["audit.layers"] == "[3, 7]"
     measures = frame_of(found, "measures").set_index(["measure", "layer", "seed"])["value"]

@@ -9,10 +9,10 @@ import pytest
 pytest.importorskip("ray")
 pytest.importorskip("mlflow")
 
-from aarlib.runtime import tracking  # noqa: E402
 from aarlib.runtime.lens import COLUMNS  # noqa: E402
 from aarlib.runtime.lens_config import LensRunConfig  # noqa: E402
 from aarlib.runtime.lens_pieces import causal_pieces, choosing_units, measured_documents  # noqa: E402
+from aarlib.runtime.mlflow_store import client_of  # noqa: E402
 from aarlib.studies.lens_matrices import COLUMNS as MATRIX_COLUMNS  # noqa: E402
 from pipelines import decompose  # noqa: E402
 
@@ -152,7 +152,7 @@ def parts_of(folder):
 
 def check_logged(database, results):
     """One finished MLflow run: the config's parameters, and the numbers of the tables."""
-    client = tracking._client(f"sqlite:///{database}")
+    client = client_of(f"sqlite:///{database}")
     (run,) = client.search_runs([client.get_experiment_by_name("aarlib").experiment_id])
     assert run.info.status == "FINISHED" and run.data.params["lens.documents_per_unit"] == "4"
     logged = run.data.metrics

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from aarlib.runtime import tracking
+from aarlib.runtime.mlflow_store import client_of, tracking_uri
 from aarlib.runtime.run_directory import claim
 from aarlib.training.config import RunConfig
 from pipelines import demo
@@ -136,7 +136,7 @@ def check_sweep(storage):
     assert [row["status"] for row in trials] == ["finished"]
     assert trials[0]["method.aar.window"] == 16 and trials[0]["held_out_ce"] > 0
     assert sorted(path.name for path in (folder / "trials").iterdir()) == ["00000"]
-    client = tracking._client(tracking.tracking_uri(config_in(storage)))
+    client = client_of(tracking_uri(config_in(storage)))
     experiment = client.get_experiment_by_name("nano_demo")
     runs = client.search_runs([experiment.experiment_id])
     parents = {run.info.run_id: run.info.run_name for run in runs if "mlflow.parentRunId" not in run.data.tags}

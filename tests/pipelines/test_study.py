@@ -13,7 +13,7 @@ from aarlib import identities  # noqa: E402
 from aarlib.fdaa.attach import attach_fdaa  # noqa: E402
 from aarlib.fdaa.config import FDAAConfig, StaticCalibratorConfig  # noqa: E402
 from aarlib.moe.loading import load_model  # noqa: E402
-from aarlib.runtime import tracking  # noqa: E402
+from aarlib.runtime.mlflow_store import client_of  # noqa: E402
 from aarlib.training.adapter import save_adapter  # noqa: E402
 from pipelines import study  # noqa: E402
 from tests.runtime.conversations import save_model  # noqa: E402
@@ -98,7 +98,7 @@ def test_a_study_writes_records_tables_metrics_and_a_page_and_is_taken_up_again(
         metadata = json.loads((tmp_path / f"runs/trained/{label}-seed0/adapter/adapter.json").read_text())
         assert row["sha256"] == metadata["sha256"]
     assert len(stored["adapters"]) == 2
-    client = tracking._client(f"sqlite:///{tmp_path}/runs/mlflow.db")
+    client = client_of(f"sqlite:///{tmp_path}/runs/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("aarlib").experiment_id])
     assert run.info.status == "FINISHED"
     for name in ("native_ce", "vs_native/mean", "vs_strongest/low", "vs_permuted/high"):

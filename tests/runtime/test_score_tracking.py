@@ -5,6 +5,7 @@ from mlflow.tracking import MlflowClient
 
 from aarlib.runtime import tracking
 from aarlib.runtime.evaluation import track
+from aarlib.runtime.mlflow_store import FINISHED
 from aarlib.runtime.run_directory import claim
 from aarlib.training.config import RunConfig
 
@@ -24,7 +25,7 @@ def test_scores_join_the_run_of_their_training(tmp_path):
     )
     folder = claim(config)
     started = tracking.start(config, folder)
-    tracking.finish(started, tracking.FINISHED, dict.fromkeys(started.children, tracking.FINISHED))
+    tracking.finish(started, FINISHED, dict.fromkeys(started.children, FINISHED))
     problems = track(
         config,
         scores(

@@ -23,7 +23,7 @@ from ray.tune.search.optuna import OptunaSearch  # noqa: E402
 from aarlib.report.figures import DARK  # noqa: E402
 from aarlib.report.records import Sweep  # noqa: E402
 from aarlib.report.sweep_figures import sweep_overview  # noqa: E402
-from aarlib.runtime import tracking  # noqa: E402
+from aarlib.runtime.mlflow_store import client_of  # noqa: E402
 from aarlib.runtime.run_directory import run_directory  # noqa: E402
 from aarlib.runtime.storage import SCRATCH  # noqa: E402
 from aarlib.runtime.sweep import HEAD, _plain, check_place, check_sweep, sweep, this_node, trial_name  # noqa: E402
@@ -48,7 +48,7 @@ def bench(local_ray: Any, tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 def children(result: Any) -> dict[str, list[str]]:
     """Status of each run under the sweep's parent, by the trial's number."""
-    client = tracking._client(result.tracking.uri)
+    client = client_of(result.tracking.uri)
     parent = f"tags.mlflow.parentRunId = '{result.tracking.parent}'"
     runs = client.search_runs([result.tracking.experiment_id], parent)
     return {run.info.run_name: run.info.status for run in runs}
@@ -171,7 +171,7 @@ def test_a_sweep_whose_driver_was_killed_keeps_its_finished_trials(
     assert result.sweep.trials["status"].tolist() == ["finished"] * 3
     assert sorted(result.sweep.trials[WINDOWS]) == [2, 4, 8] and result.sweep.trials[LAYERS].tolist() == [[1, 2]] * 3
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    client = tracking._client(result.tracking.uri)
+    client = client_of(result.tracking.uri)
     assert not client.search_runs([result.tracking.experiment_id], "attributes.status = 'RUNNING'")
 
 

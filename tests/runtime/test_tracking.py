@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from aarlib.runtime import tracking
+from aarlib.runtime.mlflow_store import FAILED, FINISHED, client_of, tracking_uri
 from aarlib.runtime.run_directory import claim
 from aarlib.training.config import RunConfig
 
@@ -38,7 +39,7 @@ def test_parent_children_metrics_and_abandoned_runs(tmp_path: Path) -> None:
     folder = claim(settings)
     first = tracking.start(settings, folder)
     assert first.parent is not None and not first.problems
-    client = tracking._client(first.uri)
+    client = client_of(first.uri)
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
     tags = {
         "aarlib.host": socket.gethostname(),
@@ -54,7 +55,7 @@ def test_parent_children_metrics_and_abandoned_runs(tmp_path: Path) -> None:
     assert client.get_run(abandoned).info.status == "FAILED"
     assert client.get_run(first.parent).info.status == "RUNNING"
 
-    assert tracking.finish(first, tracking.FINISHED, {"aar-seed0": tracking.FINISHED}) == []
+    assert tracking.finish(first, FINISHED, {"aar-seed0": FINISHED}) == []
     child = client.get_run(first.children["aar-seed0"])
     assert child.data.tags["mlflow.parentRunId"] == first.parent
     assert child.data.metrics == {"train/ce": 2.5}
@@ -70,15 +71,15 @@ def test_parent_children_metrics_and_abandoned_runs(tmp_path: Path) -> None:
 
     trial = tracking.start_trial(settings, folder, second)
     assert client.get_run(trial.children["aar-seed0"]).data.tags["mlflow.parentRunId"] == second.parent
-    tracking.finish(trial, tracking.FINISHED, {})
+    tracking.finish(trial, FINISHED, {})
     assert client.get_run(second.parent).info.status == "RUNNING"
 
     stopped = claim(settings.updated({"name": "run/trials/00001"}))
     cut = tracking.start_trial(settings, stopped, second)
-    tracking.finish(cut, tracking.FAILED, {"sft-seed0": tracking.FINISHED})
+    tracking.finish(cut, FAILED, {"sft-seed0": FINISHED})
     orphan = client.create_run(first.experiment_id, tags=tags).info.run_id
     somebodys = client.create_run(first.experiment_id, tags={"mlflow.parentRunId": second.parent}).info.run_id
-    assert tracking.finish(second, tracking.FINISHED, {}, stopped=[stopped]) == []
+    assert tracking.finish(second, FINISHED, {}, stopped=[stopped]) == []
     statuses = [client.get_run(cut.children[name]).info.status for name in ("sft-seed0", "aar-seed0")]
     assert statuses == ["FINISHED", "KILLED"]
     assert client.get_run(trial.children["aar-seed0"]).info.status == "FAILED"
@@ -92,26 +93,26 @@ def test_the_store_is_the_configs_then_the_environments_then_a_file(
     settings = config(tmp_path / "runs")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    own = tracking.tracking_uri(settings)
+    own = tracking_uri(settings)
     assert own == f"sqlite:///{tmp_path}/runs/mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/theirs.db")
     explicit = settings.updated({"tracking.uri": f"sqlite:///{tmp_path}/explicit.db"})
-    assert tracking.tracking_uri(explicit) == f"sqlite:///{tmp_path}/explicit.db"
+    assert tracking_uri(explicit) == f"sqlite:///{tmp_path}/explicit.db"
     started = tracking.start(settings, claim(settings))
     assert started.parent is not None and started.uri == f"sqlite:///{tmp_path}/theirs.db"
     assert (tmp_path / "theirs.db").is_file() and not (tmp_path / "runs" / "mlflow.db").exists()
-    location = tracking._client(started.uri).get_experiment(started.experiment_id).artifact_location
+    location = client_of(started.uri).get_experiment(started.experiment_id).artifact_location
     assert str(tmp_path / "runs") not in location
     logger = tracking.RunLogger(started, "sft-seed0")
     logger.log({"train/ce": float("nan"), "optim/grad_norm": float("inf"), "speed/tokens_per_s": 5.0}, step=0)
     assert logger.problems == []
-    metrics = tracking._client(started.uri).get_run(started.children["sft-seed0"]).data.metrics
+    metrics = client_of(started.uri).get_run(started.children["sft-seed0"]).data.metrics
     assert math.isnan(metrics["train/ce"]) and metrics["optim/grad_norm"] > 1e300
     assert metrics["speed/tokens_per_s"] == 5.0
 
 
 def artifact(uri: str, run_id: str) -> Path:
-    return Path(tracking._client(uri).get_run(run_id).info.artifact_uri.removeprefix("file://"))
+    return Path(client_of(uri).get_run(run_id).info.artifact_uri.removeprefix("file://"))
 
 
 def _trial(number: int, inbox: Any, outbox: Any) -> None:
@@ -124,7 +125,7 @@ def _trial(number: int, inbox: Any, outbox: Any) -> None:
         log.log({"train/ce": 3.0 - 0.1 * step, "held_out/ce": float(number)}, step)
     if number == 7:
         os.kill(os.getpid(), signal.SIGKILL)
-    problems = [*nested.problems, *log.problems, *tracking.finish(nested, tracking.FINISHED, {"aar-seed0": "FINISHED"})]
+    problems = [*nested.problems, *log.problems, *tracking.finish(nested, FINISHED, {"aar-seed0": "FINISHED"})]
     outbox.put((number, problems))
 
 
@@ -145,7 +146,7 @@ def test_eight_trials_at_once_on_an_empty_store(tmp_path: Path) -> None:
     assert [trial.exitcode for trial in trials] == [0] * 7 + [-signal.SIGKILL]
     assert sorted(outbox.get(timeout=10) for _ in range(7)) == [(number, []) for number in range(7)]
 
-    client = tracking._client(sweep.uri)
+    client = client_of(sweep.uri)
     nested = client.search_runs([sweep.experiment_id], f"tags.mlflow.parentRunId = '{sweep.parent}'")
     trained = [run for run in nested if run.info.run_name.endswith("aar-seed0")]
     assert sorted(run.data.metrics["held_out/ce"] for run in trained) == [float(number) for number in range(8)]
@@ -177,8 +178,8 @@ def test_a_remote_server(tmp_path: Path) -> None:
         log = tracking.RunLogger(started, "aar-seed0")
         log.log({"train/ce": 1.5}, 0)
         assert not log.problems
-        assert tracking.finish(started, tracking.FINISHED, {"aar-seed0": tracking.FINISHED}) == []
-        client = tracking._client(started.uri)
+        assert tracking.finish(started, FINISHED, {"aar-seed0": FINISHED}) == []
+        client = client_of(started.uri)
         assert client.get_run(started.children["aar-seed0"]).data.metrics == {"train/ce": 1.5}
         assert client.get_run(started.parent).info.status == "FINISHED"
         assert [path.name for path in (tmp_path / "artefacts").rglob("config.json")] == ["config.json"]
@@ -203,7 +204,7 @@ def test_refusals_are_reported_and_do_not_raise(tmp_path: Path) -> None:
     started = tracking.start(settings, claim(settings))
     assert started.parent is None
     assert "nosuchstore" in started.problems[0]
-    assert tracking.finish(started, tracking.FINISHED, {}) == []
+    assert tracking.finish(started, FINISHED, {}) == []
     broken = tracking.RunLogger(started._replace(children={"aar-seed0": "x"}), "aar-seed0")
     for step in range(5):
         broken.log({"train/ce": 1.0}, step)

@@ -32,6 +32,7 @@ from aarlib.runtime import tracking, trainer  # noqa: E402
 from aarlib.runtime.batches import encoded_rows, micro_batches  # noqa: E402
 from aarlib.runtime.checkpoints import checkpoints  # noqa: E402
 from aarlib.runtime.cluster import worker_environment  # noqa: E402
+from aarlib.runtime.mlflow_store import client_of  # noqa: E402
 from aarlib.runtime.run_directory import claim, held, pending_runs, run_directory, update  # noqa: E402
 from aarlib.runtime.storage import SCRATCH  # noqa: E402
 from aarlib.runtime.trainer import Prepared, TrainingResult, check, prepare, train, train_on  # noqa: E402
@@ -166,7 +167,7 @@ def test_artefacts(bench: Bench, two_workers: TrainingResult) -> None:
     assert metrics[-1]["routing/picks_changed"] > 0
     tracked = two_workers.tracking
     assert tracked is not None and not two_workers.problems
-    child = tracking._client(tracked.uri).get_run(tracked.children[RUN])
+    child = client_of(tracked.uri).get_run(tracked.children[RUN])
     assert child.info.status == "FINISHED" and child.data.metrics["held_out/ce"] == result["held_out_ce"]
     last = {name: value for name, value in metrics[-1].items() if "/" in name}
     assert last and child.data.metrics.items() >= last.items()
