@@ -21,7 +21,8 @@ from aarlib.moe.loading import load_config, meta_model
 from aarlib.runtime.audit_config import AuditRunConfig
 from aarlib.runtime.audit_units import draw_units
 from aarlib.runtime.evaluation import load_base
-from aarlib.runtime.units import Resources, Unit, run_units
+from aarlib.runtime.unit_parts import Unit
+from aarlib.runtime.units import Resources, run_units
 from aarlib.studies.audit import ALL_SEEDS, POOLED
 from aarlib.studies.intervals import select
 from aarlib.training.adapter import load_adapter

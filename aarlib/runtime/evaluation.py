@@ -15,7 +15,8 @@ from aarlib.runtime.harness_tasks import TaskSource, resolve_tasks, task_manager
 from aarlib.runtime.run_directory import run_directory
 from aarlib.runtime.storage import located, storage_folder
 from aarlib.runtime.tracking import record_scores
-from aarlib.runtime.units import Resources, Unit, run_units
+from aarlib.runtime.unit_parts import Unit
+from aarlib.runtime.units import Resources, run_units
 from aarlib.runtime.writer import adapter_folder
 from aarlib.training.adapter import fingerprint, load_adapter, read_metadata
 from aarlib.training.config import EvaluateConfig, ModelConfig, RunConfig

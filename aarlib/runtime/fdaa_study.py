@@ -26,7 +26,8 @@ from aarlib.runtime.fdaa_runs import find_adapters
 from aarlib.runtime.population import enable_only
 from aarlib.runtime.storage import located
 from aarlib.runtime.text_corpus import documents_of, find_texts
-from aarlib.runtime.units import Resources, Unit, run_units
+from aarlib.runtime.unit_parts import Unit
+from aarlib.runtime.units import Resources, run_units
 from aarlib.runtime.writer import adapter_folder
 from aarlib.training.adapter import load_adapter
 from aarlib.training.config import ModelConfig

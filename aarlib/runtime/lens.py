@@ -20,7 +20,8 @@ from aarlib.moe.loading import load_config, meta_model
 from aarlib.runtime.evaluation import load_base
 from aarlib.runtime.lens_config import LensRunConfig
 from aarlib.runtime.lens_pieces import with_texts
-from aarlib.runtime.units import Resources, Unit, run_units
+from aarlib.runtime.unit_parts import Unit
+from aarlib.runtime.units import Resources, run_units
 from aarlib.training.adapter import load_adapter
 from aarlib.training.config import ModelConfig
 

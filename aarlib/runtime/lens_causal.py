@@ -18,7 +18,7 @@ from aarlib.lens.uses import ce_without_attention
 from aarlib.runtime.lens import LensWorker, padded, run_round
 from aarlib.runtime.lens_config import LensRunConfig
 from aarlib.runtime.lens_pieces import causal_pieces, choosing_units
-from aarlib.runtime.units import Unit
+from aarlib.runtime.unit_parts import Unit
 from aarlib.studies.lens import lens_tables
 from aarlib.studies.lens_causal import causal_tables
 from aarlib.studies.lens_training import before_and_after

@@ -1,28 +1,19 @@
 """The one fan-out: actors that hold a model each work through idempotent units, one parquet part per finished unit."""
 
-import hashlib
-import json
 import logging
-import os
-import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
-from uuid import uuid4
 
 import pandas as pd
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from aarlib.config import write_text_atomically
+from aarlib.runtime.unit_parts import Unit, check_units, claim_parts, manifest_of, part_path, write_part
 
 logger = logging.getLogger("aarlib")
-
-Unit = Mapping[str, Any]
-"""A JSON-able mapping with a unique, non-empty string under `id`."""
-
 
 Store = Callable[[str, pd.DataFrame], None]
 STALL_WARNING_S = 120
@@ -72,14 +63,14 @@ def run_units(
     settings = dict(settings or {})
     out_dir = Path(out_dir)
     units = [dict(unit) for unit in units]
-    _check_units(units)
-    _claim(out_dir, _manifest(units, worker, settings))
+    check_units(units)
+    claim_parts(out_dir, manifest_of(units, worker, settings))
     pending = [unit for unit in units if not part_path(out_dir, unit["id"]).is_file()]
     logger.info("%s: %d of %d already finished", label, len(units) - len(pending), len(units))
     progress = _Progress(label, len(units), len(pending))
 
     def store(unit_id: str, frame: pd.DataFrame) -> None:
-        _write_part(frame, part_path(out_dir, unit_id))
+        write_part(frame, part_path(out_dir, unit_id))
         progress.finished(unit_id)
 
     if pending:
@@ -91,67 +82,6 @@ def run_units(
             raise UnitsError(f"{len(failures)} of {len(units)} units failed, the others are stored. {shown}")
     parts = [pd.read_parquet(part_path(out_dir, unit["id"])).assign(unit=unit["id"]) for unit in units]
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
-
-
-def part_path(out_dir: str | Path, unit_id: str) -> Path:
-    """The part file of a unit: a readable, bounded name made unique by a hash of the whole id."""
-    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", unit_id)[:80]
-    return Path(out_dir) / "parts" / f"{readable}.{hashlib.sha256(unit_id.encode()).hexdigest()[:12]}.parquet"
-
-
-def _check_units(units: Sequence[Unit]) -> None:
-    ids = [unit.get("id") for unit in units]
-    bad = [identity for identity in ids if not isinstance(identity, str) or not identity]
-    if bad:
-        raise ValueError(f"unit id {bad[0]!r} is not a non-empty string; give every unit a unique 'id'")
-    twice = sorted(str(identity) for identity, count in Counter(ids).items() if count > 1)
-    if twice:
-        raise ValueError(f"unit ids {twice[:3]} occur more than once; give every unit a unique 'id'")
-
-
-def _manifest(units: Sequence[Unit], worker: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    name = f"{worker.__module__}:{worker.__qualname__}"
-    if worker.__module__ == "__main__" or "<locals>" in worker.__qualname__:
-        raise ValueError(f"worker {name} cannot be imported by an actor; define it at the top level of a module")
-    try:
-        return json.loads(json.dumps({"worker": name, "settings": settings, "units": list(units)}))
-    except TypeError as error:
-        raise ValueError(f"units and settings must be JSON-able: {error}") from None
-
-
-def _claim(out_dir: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest, or compare it with the one that is there."""
-    path = out_dir / "manifest.json"
-    (out_dir / "parts").mkdir(parents=True, exist_ok=True)
-    if not path.is_file():
-        write_text_atomically(path, json.dumps(manifest, indent=1))
-        return
-    found = json.loads(path.read_text(encoding="utf-8"))
-    differences = _differences(found, manifest)
-    if differences:
-        raise ValueError(
-            f"{out_dir} holds the parts of other work: {'; '.join(differences)}. "
-            "Choose another folder, or move this one away"
-        )
-
-
-def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    differences = []
-    if found["worker"] != wanted["worker"]:
-        differences.append(f"worker {found['worker']}, now {wanted['worker']}")
-    for key in sorted(found["settings"].keys() | wanted["settings"].keys()):
-        before, now = found["settings"].get(key), wanted["settings"].get(key)
-        if before != now:
-            differences.append(f"setting {key} = {before!r}, now {now!r}")
-    before, now = ({unit["id"]: unit for unit in side["units"]} for side in (found, wanted))
-    for what, ids in (
-        ("units no longer asked for", [i for i in before if i not in now]),
-        ("new units", [i for i in now if i not in before]),
-        ("changed units", [i for i in now if i in before and now[i] != before[i]]),
-    ):
-        if ids:
-            differences.append(f"{len(ids)} {what} ({', '.join(ids[:3])}{', ...' if len(ids) > 3 else ''})")
-    return differences
 
 
 def _fitting_actors(wanted: int, resources: Resources) -> int:
@@ -288,9 +218,3 @@ class _Progress:
         eta = elapsed / self._done_here * self._left
         done = self._total - self._left
         logger.info("%s: %d/%d, %.0f s, about %.0f s left (%s)", self._label, done, self._total, elapsed, eta, unit_id)
-
-
-def _write_part(frame: pd.DataFrame, path: Path) -> None:
-    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
-    frame.to_parquet(temporary, index=False)
-    os.replace(temporary, path)

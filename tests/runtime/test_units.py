@@ -12,7 +12,8 @@ import pandas as pd
 import pytest
 import ray
 
-from aarlib.runtime.units import Resources, UnitsError, part_path, run_units
+from aarlib.runtime.unit_parts import part_path
+from aarlib.runtime.units import Resources, UnitsError, run_units
 
 pytestmark = pytest.mark.ray
 
