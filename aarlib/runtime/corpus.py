@@ -4,11 +4,8 @@ Global batch k of (seed, epoch) is rows k*G .. (k+1)*G-1 of the training rows so
 for any number of workers, files or blocks. The driver holds block references only, never rows.
 """
 
-import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
-from itertools import islice
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,21 +14,18 @@ import ray.data
 from ray.data.dataset import Dataset, MaterializedDataset
 from ray.exceptions import RayTaskError
 
-from aarlib.data.chat import Conversation, Encoded, encode
-from aarlib.data.conversations import OnBadRow, ReadReport
-from aarlib.data.sampling import in_fraction, row_hash
-from aarlib.data.sources import find_sources, parse_nano
+from aarlib.data.sampling import row_hash
+from aarlib.data.sources import find_sources
+from aarlib.runtime.encoding import ROWS_PER_BLOCK, encode_batch, read_source
 from aarlib.runtime.failures import user_error
 from aarlib.training.config import DataConfig, ModelConfig
 
 logger = logging.getLogger("aarlib")
 
-ROWS_PER_BLOCK = 1024
 TOTALS = ("rows", "train", "train_targets", "truncated", "skipped", "digest")
 EXAMPLES_KEPT = 5
 MIXTURE = "mixture"
 DIGESTS = 1 << 62
-NO_ROW = Encoded("", [], [], False)
 
 
 class Corpus(NamedTuple):
@@ -145,59 +139,6 @@ def _check(corpus: Corpus, data: DataConfig) -> None:
         )
 
 
-def read_source(table: pa.Table, on_bad_row: OnBadRow, sample: float) -> Iterator[pa.Table]:
-    """The sampled conversations of the table's sources as JSON, `ROWS_PER_BLOCK` at a time; what was skipped, as problems."""
-    for pattern, source in zip(*(table.column(name).to_pylist() for name in ("pattern", "source")), strict=True):
-        report = ReadReport()
-        rows = (row for row in _conversations(source, on_bad_row, report) if in_fraction(row.row_id, sample, "sample"))
-        while part := list(islice(rows, ROWS_PER_BLOCK)):
-            yield _as_json(part, pattern)
-        problems = [*report.examples, *([""] * (report.skipped - len(report.examples)))]
-        yield _as_json([], pattern, problems)
-
-
-def _as_json(rows: list[Conversation], pattern: int, problems: Sequence[str] = ()) -> pa.Table:
-    texts = [json.dumps(row._asdict()) for row in rows]
-    size = len(texts) + len(problems)
-    return pa.table(
-        {
-            "pattern": pa.array([pattern] * size, pa.int64()),
-            "conversation": pa.array([*texts, *([None] * len(problems))], pa.string()),
-            "problem": pa.array([*([None] * len(texts)), *problems], pa.string()),
-        }
-    )
-
-
-def encode_batch(
-    table: pa.Table, model: dict[str, Any], sequence_length: int, held_out: float, on_bad_row: OnBadRow
-) -> pa.Table:
-    """Token ids and target masks of a block of conversations; a problem instead where there is none to train on."""
-    tokenizer = tokenizer_of(json.dumps(model, sort_keys=True))
-    rows: list[Encoded] = []
-    problems: list[str | None] = table.column("problem").to_pylist()
-    for index, text in enumerate(table.column("conversation").to_pylist()):
-        row = NO_ROW
-        try:
-            row = row if text is None else encode(tokenizer, Conversation(**json.loads(text)), sequence_length)
-        except ValueError as error:
-            if on_bad_row == "error":
-                raise
-            problems[index] = str(error)
-        rows.append(row)
-    return pa.table(
-        {
-            "pattern": table.column("pattern"),
-            "problem": pa.array(problems, pa.string()),
-            "row_id": pa.array([row.row_id for row in rows], pa.string()),
-            "input_ids": pa.array([row.input_ids for row in rows], pa.list_(pa.int32())),
-            "target_mask": pa.array([row.target_mask for row in rows], pa.list_(pa.bool_())),
-            "num_targets": pa.array([row.num_targets for row in rows], pa.int64()),
-            "truncated": pa.array([int(row.truncated) for row in rows], pa.int64()),
-            "held_out": pa.array([in_fraction(row.row_id, held_out, "held_out") for row in rows], pa.bool_()),
-        }
-    )
-
-
 def by_hash(encoded: Dataset, salt: str, held_out: bool) -> Dataset:
     """The held-out rows with targets, or all others, sorted by a hash of salt and row id."""
     return map_blocks(encoded, _with_key, salt=salt, held_out=held_out).sort(["key", "row_id"])
@@ -272,22 +213,3 @@ def _in_mixture(table: pa.Table, largest: list[int]) -> pa.Table:
     """The table without the training rows that the mixture leaves out."""
     limits = np.array(largest)[table["pattern"].to_numpy()]
     return table.filter(pa.array(~_is_train(table) | (np.array(_keys(table, MIXTURE), dtype=np.int64) <= limits)))
-
-
-@cache
-def tokenizer_of(model: str) -> Any:
-    from aarlib.moe.loading import load_tokenizer
-
-    fields = ModelConfig.from_mapping(json.loads(model))
-    return load_tokenizer(fields.name, fields.revision, fields.chat_template)
-
-
-def _conversations(source: str, on_bad_row: OnBadRow, report: ReadReport) -> Iterator[Any]:
-    if source.startswith("nano:"):
-        from aarlib.nano.world import conversations
-
-        split, rows = parse_nano(source)
-        return iter(conversations(split, rows))
-    from aarlib.data.chat import read_conversations
-
-    return read_conversations(source, on_bad_row, report)

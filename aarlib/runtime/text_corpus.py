@@ -29,7 +29,8 @@ from aarlib.data.corpora import (
 )
 from aarlib.data.sampling import in_fraction, row_hash
 from aarlib.data.sources import expand_sources
-from aarlib.runtime.corpus import Corpus, by_hash, digest, digest_text, map_blocks, quiet_ray_data, tokenizer_of
+from aarlib.runtime.corpus import Corpus, by_hash, digest, digest_text, map_blocks, quiet_ray_data
+from aarlib.runtime.encoding import tokenizer_of
 from aarlib.runtime.failures import user_error
 from aarlib.training.config import DataConfig, ModelConfig, TextDomain
 
