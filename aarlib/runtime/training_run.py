@@ -16,35 +16,21 @@ import torch.distributed as dist
 from aarlib.config import write_text_atomically
 from aarlib.moe.anatomy import anatomy
 from aarlib.runtime import checkpoints, held_out
+from aarlib.runtime.active import Active, activate, evaluate
 from aarlib.runtime.batches import GlobalBatch
-from aarlib.runtime.checkpoints import TrainingState, capture, restore_optimizer, restore_parameters
-from aarlib.runtime.engine import Setup, StepStats, Trainee, check_device, make_engine, train_step
-from aarlib.runtime.population import Pending, PrefixCounts, enable_only, shared_prefix, with_own_rate
+from aarlib.runtime.checkpoints import TrainingState, capture
+from aarlib.runtime.engine import StepStats, train_step
+from aarlib.runtime.population import Pending, PrefixCounts, enable_only, shared_prefix
 from aarlib.runtime.routing import RoutingCounts, counting, routing_metrics
-from aarlib.runtime.run_directory import append_line, cut_history
+from aarlib.runtime.run_directory import append_line
 from aarlib.runtime.session import Session, from_all_workers, from_rank_0, peak_gib, save_checkpoint, sum_over_workers
 from aarlib.runtime.sharding import check_frozen, frozen_hash, gathered
-from aarlib.runtime.tracking import RunLogger
 from aarlib.training.adapter import fingerprint, save_adapter
-from aarlib.training.config import Run
 from aarlib.training.methods import build_method
 
 logger = logging.getLogger("aarlib")
 
 BASE_HASH = "base_sha256"
-
-
-class Active(NamedTuple):
-    """A run with its engine."""
-
-    session: Session
-    run: Run
-    folder: Path
-    setup: Setup
-    handle: Any
-    trainee: Trainee
-    engine: Any
-    logger: RunLogger
 
 
 class Progress(NamedTuple):
@@ -73,7 +59,7 @@ def train_runs(session: Session, pending: Sequence[Pending]) -> None:
             method = build_method(run.method, run.seed)
             with gathered([parameter for router in routers for parameter in router.parameters()]):
                 handles.append(method.attach(session.model))
-            actives.append(_activate(session, run, method, handles[-1], state))
+            actives.append(activate(session, run, method, handles[-1], state))
         before: list[tuple[pd.DataFrame, pd.DataFrame]] = []
         for active in actives:
             enable_only(active.handle, handles)
@@ -88,43 +74,13 @@ def train_runs(session: Session, pending: Sequence[Pending]) -> None:
             handle.detach()
 
 
-def _activate(session: Session, run: Run, method: Any, handle: Any, state: TrainingState | None) -> Active:
-    folder = session.folder / run.name
-    _announce(run, handle)
-    if state is not None:
-        restore_parameters(handle.trainable(), state.tensors)
-    setup = with_own_rate(session.setup(), run.method)
-    trainee = Trainee(session.model, handle, method)
-    engine = make_engine(trainee, setup)
-    check_device(engine, session.device)
-    active = Active(session, run, folder, setup, handle, trainee, engine, RunLogger(session.tracking, run.name))
-    if state is not None:
-        restore_optimizer(engine, handle.trainable(), state, setup.zero_stage, lambda: _idle_step(active))
-        logger.info("%s: resumed at step %d of %d", run.name, state.step, setup.total_steps)
-    if session.rank == 0:
-        for name in ("metrics.jsonl", "rows.jsonl"):
-            cut_history(folder / name, 0 if state is None else state.step)
-    return active
-
-
-def _announce(run: Run, handle: Any) -> None:
-    """The trainable parameters by name: shape, and the layers that have one."""
-    by_name: dict[tuple[str, tuple[int, ...]], list[str]] = {}
-    for name, parameter in handle.trainable():
-        layer, _, short = name.partition(".")
-        by_name.setdefault((short, tuple(getattr(parameter, "ds_shape", parameter.shape))), []).append(layer)
-    logger.info("%s: %s trainable parameters", run.name, f"{handle.num_trainable:,}")
-    for (name, shape), layers in by_name.items():
-        logger.info("  %-18s %-12s layers %s", name, list(shape), ", ".join(layers))
-
-
 def _before(active: Active) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Held-out CE of the untouched model (once per run directory) and of the untrained method."""
     session = active.session
     path = session.folder / "untouched" / held_out.FILE
     if not from_rank_0(session, path.is_file):
         active.handle.enabled = False
-        untouched = _evaluate(active)
+        untouched = evaluate(active)
         active.handle.enabled = True
         if session.rank == 0:
             write_text_atomically(path.with_name(BASE_HASH), session.frozen)
@@ -134,7 +90,7 @@ def _before(active: Active) -> tuple[pd.DataFrame, pd.DataFrame]:
     logger.info("untouched: held-out CE %.4f on %d conversations", held_out.mean_ce(untouched), len(untouched))
     step0_path = active.folder / f"step0_{held_out.FILE}"
     if not from_rank_0(session, step0_path.is_file):
-        _write(active, _evaluate(active), step0_path)
+        _write(active, evaluate(active), step0_path)
     step0 = from_rank_0(session, partial(pd.read_parquet, step0_path))
     logger.info("%s: held-out CE %.4f before training", active.run.name, held_out.mean_ce(step0))
     return untouched, step0
@@ -214,7 +170,7 @@ def _held_out(active: Active, step: int) -> dict[str, float]:
     """After step `step`, where the config asks for it at checkpoints."""
     if not active.session.config.ray.evaluate_at_checkpoints:
         return {}
-    metrics = {"held_out/ce": held_out.mean_ce(_evaluate(active))}
+    metrics = {"held_out/ce": held_out.mean_ce(evaluate(active))}
     if active.session.rank == 0:
         append_line(active.folder / "metrics.jsonl", {"step": step, **metrics})
         active.logger.log(metrics, step)
@@ -241,7 +197,7 @@ def _routing(active: Active, rows: list[Any]) -> dict[str, float]:
 
 def _after(active: Active, untouched: pd.DataFrame, step0: pd.DataFrame, trained: Trained) -> None:
     session, run, progress = active.session, active.run, trained.progress
-    scored = _evaluate(active)
+    scored = evaluate(active)
     _write(active, scored, active.folder / held_out.FILE)
     after = frozen_hash(session.model)
     for value in from_all_workers(after):
@@ -291,21 +247,6 @@ def _save(active: Active, summary: dict[str, Any]) -> None:
         shutil.rmtree(active.folder / checkpoints.FOLDER, ignore_errors=True)
         active.session.push()
     dist.barrier()
-
-
-def _idle_step(active: Active) -> None:
-    """An optimizer step with zero loss and zero learning rate: creates the optimizer's state, changes nothing."""
-    row = active.session.held_out_parts[0][:1]
-    for group in active.engine.optimizer.param_groups:
-        group["lr"] = 0.0
-    active.engine.set_gradient_accumulation_boundary(True)
-    terms = active.engine(active.session.batch(row), 0)
-    active.engine.backward(sum(terms.values()) * 0.0)
-    active.engine.step()
-
-
-def _evaluate(active: Active) -> pd.DataFrame:
-    return held_out.evaluate(active.trainee, active.session.held_out_parts, active.session.batch)
 
 
 def _write(active: Active, frame: pd.DataFrame, path: Path) -> None:
