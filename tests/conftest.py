@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import accelerate.utils  # noqa: F401  (before the hook, as the next: modules imported below a hooked one are compiled anew)
-import pandas  # noqa: F401
+import pandas  # noqa: F401  (before the hook, as the next: modules imported below a hooked one are compiled anew)
 import pytest
 import transformers.masking_utils
 import transformers.modeling_utils  # noqa: F401

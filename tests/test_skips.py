@@ -4,6 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests import skips
 from tests.skips import read_allowed, unexplained
 
 ROOT = Path(__file__).parent.parent
@@ -26,3 +29,9 @@ def test_a_skip_not_on_the_list_fails_the_run(tmp_path: Path):
     refused = run_pytest(tmp_path, "did not feel like it")
     assert refused.returncode == 1
     assert "skip not allowed by tests/skips_allowed.txt: did not feel like it" in refused.stdout
+
+
+@pytest.mark.parametrize("name", ["pytest_collectreport", "pytest_runtest_logreport", "pytest_sessionfinish"])
+def test_this_suite_is_watched(pytestconfig: pytest.Config, name: str):
+    installed = [hook.function for hook in getattr(pytestconfig.hook, name).get_hookimpls()]
+    assert getattr(skips, name) in installed

@@ -9,16 +9,21 @@ from typing import Any
 
 import pandas as pd
 
+from aarlib.lens import ioi
+from aarlib.lens.ablation import Effect, Expert, Outcome, coexistence, effect, outcome, pair_removals, without_experts
+from aarlib.lens.influence import moments
 from aarlib.lens.names import parse
-from aarlib.runtime.causal_worker import CausalWorker
-from aarlib.runtime.lens import run_round
+from aarlib.lens.scores import expert_scores, read
+from aarlib.lens.uses import ce_without_attention
+from aarlib.runtime.causal_units import expert_influence, prompt_units, removal_units
+from aarlib.runtime.lens import LensWorker, padded, run_round
 from aarlib.runtime.lens_config import LensRunConfig
-from aarlib.runtime.lens_pieces import causal_pieces, choosing_units
+from aarlib.runtime.lens_pieces import choosing_units
+from aarlib.runtime.unit_parts import Unit
 from aarlib.studies.lens import lens_tables
 from aarlib.studies.lens_causal import causal_tables
 from aarlib.studies.lens_training import before_and_after
 
-PROMPTS_PER_UNIT = 64
 ON_PIECES = ("ablation", "coexistence", "activation", "attention")
 CAUSAL_COLUMNS = {
     "record": "ablation, coexistence, activation, attention, ioi_heads, ioi_maps, ioi_pairs",
@@ -40,74 +45,10 @@ CAUSAL_COLUMNS = {
 }
 
 
-def expert_influence(records: pd.DataFrame, source: str, chosen: set[str]) -> pd.DataFrame:
-    """By expert, on the units `chosen`: variance a token summed over receivers, and selection rate."""
-    sums = _summed(records, source, chosen, "expert", ["variance", "tokens", "selected"])
-    values = sums.assign(variance=sums["variance"] / sums["tokens"], rate=sums["selected"] / sums["tokens"])
-    return values.groupby("sender").agg({"variance": "sum", "rate": "first"})
-
-
-def attention_influence(records: pd.DataFrame, source: str, chosen: set[str]) -> pd.Series:
-    """By attention layer, on the units `chosen`: variance a token summed over receivers; ascending."""
-    sums = _summed(records, source, chosen, "layer", ["variance", "tokens"])
-    sums = sums[sums["sender"].str.startswith("attn.")]
-    values: Any = sums.assign(variance=sums["variance"] / sums["tokens"]).groupby("sender")["variance"].sum()
-    return values.sort_values()
-
-
-def _summed(records: pd.DataFrame, source: str, chosen: set[str], level: str, columns: list[str]) -> Any:
-    rows: Any = records[(records["record"] == "moments") & (records["level"] == level) & (records["source"] == source)]
-    rows = rows[rows["unit"].isin(chosen)]
-    return rows.groupby(["sender", "receiver"])[columns].sum().reset_index()
-
-
 def causal(config: LensRunConfig, drawn: list[dict[str, Any]], records: pd.DataFrame, folder: Path) -> pd.DataFrame:
     """CAUSAL_COLUMNS; an empty frame where neither causal_source nor ioi_prompts ask for anything. `drawn`: round one's units."""
-    units = [*_removal_units(config, drawn, records), *_prompt_units(config)]
+    units = [*removal_units(config, drawn, records), *prompt_units(config)]
     return run_round(config, folder / "causal", units, CausalWorker, "causal") if units else pd.DataFrame()
-
-
-def _removal_units(config: LensRunConfig, drawn: list[dict[str, Any]], records: pd.DataFrame) -> list[dict[str, Any]]:
-    source = config.lens.causal_source
-    if source is None:
-        return []
-    pieces, chosen_on = causal_pieces(drawn, source, config.lens.causal_documents), choosing_units(drawn, source)
-    ranked: Any = expert_influence(records, source, chosen_on).query("rate > 0")
-    ranked = ranked.sort_values("variance", ascending=False)
-    count = config.lens.ablated_experts
-    chosen = {name: "top" for name in ranked.index[:count]} | {name: "bottom" for name in ranked.index[-count:]}
-    units: list[dict[str, Any]] = [
-        {"id": f"ablation-{name}", "kind": "ablation", "name": name, "group": group, "pieces": pieces}
-        for name, group in chosen.items()
-    ]
-    first, second = _pair(list(ranked.index))
-    units.append({"id": "coexistence", "kind": "coexistence", "first": first, "second": second, "pieces": pieces})
-    order = [int(str(name).removeprefix("attn.")) for name in attention_influence(records, source, chosen_on).index]
-    units.append({"id": "attention", "kind": "attention", "order": order, "pieces": pieces})
-    return units
-
-
-def _pair(ranked: Sequence[str]) -> tuple[str, str]:
-    """The most influential expert, and the most influential one of another layer, the earlier layer first."""
-    layers = {name: parse(name).layer for name in ranked}  # pyright: ignore[reportOptionalMemberAccess]
-    other = next(name for name in ranked if layers[name] != layers[ranked[0]])
-    first, second = sorted((ranked[0], other), key=lambda name: layers[name] or 0)
-    return first, second
-
-
-def _prompt_units(config: LensRunConfig) -> list[dict[str, Any]]:
-    starts = range(0, config.lens.ioi_prompts, PROMPTS_PER_UNIT)
-    count = config.lens.ioi_prompts
-    return [
-        {
-            "id": f"ioi-{start:05d}",
-            "kind": "ioi",
-            "start": start,
-            "stop": min(start + PROMPTS_PER_UNIT, count),
-            "of": count,
-        }
-        for start in starts
-    ]
 
 
 def with_piece_texts(taken: pd.DataFrame, records: pd.DataFrame, source: str | None) -> pd.DataFrame:
@@ -136,3 +77,169 @@ def study_tables(
         frames = [before_and_after(stored, records, name).assign(source=name) for name in shared]
         tables["before_and_after"] = pd.concat(frames, ignore_index=True)
     return tables
+
+
+class CausalWorker(LensWorker):
+    def __call__(self, unit: Unit) -> pd.DataFrame:
+        rows = {
+            "ablation": self._ablation,
+            "coexistence": self._coexistence,
+            "attention": self._attention,
+            "ioi": self._ioi,
+        }[unit["kind"]](unit)
+        return pd.DataFrame(rows)
+
+    def _stock(self, unit: Unit) -> tuple[Any, Outcome]:
+        batch = padded(unit["pieces"], self.device)
+        return batch, outcome(self.model, *batch)
+
+    def _ablation(self, unit: Unit) -> list[dict[str, Any]]:
+        batch, stock = self._stock(unit)
+        expert = _expert(unit["name"])
+        rows = []
+        for how in ("zero", "route_around"):
+            with without_experts(self.model, [expert], how):
+                found = effect(stock, outcome(self.model, *batch), batch.attention_mask)
+            rows += _effect_rows(
+                found, unit, expert.layer, record="ablation", name=unit["name"], how=how, group=unit["group"]
+            )
+        return rows
+
+    def _coexistence(self, unit: Unit) -> list[dict[str, Any]]:
+        batch = padded(unit["pieces"], self.device)
+        first, second = _expert(unit["first"]), _expert(unit["second"])
+        found = coexistence(self.model, *batch, first, second)
+        rows = self._activation(unit, batch, "stock", [])
+        for name, experts in pair_removals(first, second).items():
+            rows += _effect_rows(found[name], unit, first.layer, record="coexistence", name=name, how="route_around")
+            rows += self._activation(unit, batch, name, experts)
+        return rows
+
+    def _activation(self, unit: Unit, batch: Any, name: str, removed: list[Expert]) -> list[dict[str, Any]]:
+        """How often the second expert is chosen, and its influence on each later router, without `removed`."""
+        second = _expert(unit["second"])
+        with without_experts(self.model, removed):
+            reading = read(self.model, self.projection, *batch)
+        block = next(expert_scores(reading, (second.layer,)), None)
+        if block is None:
+            return []
+        chosen = block.expert_ids == second.expert
+        variance = (moments(block.values)[..., 0] * chosen.T[..., None]).sum(0)
+        documents, receivers = reading.capture.documents, reading.projection.receivers[block.start :]
+        rows = []
+        for index, piece in enumerate(unit["pieces"]):
+            own = documents == index
+            rate, means = float(chosen.any(-1)[own].float().mean()), variance[own].mean(0)
+            rows += [
+                {
+                    "record": "activation",
+                    "document": piece["number"],
+                    "name": name,
+                    "receiver": receiver,
+                    "value": rate,
+                    "influence": float(value),
+                }
+                for receiver, value in zip(receivers, means, strict=True)
+            ]
+        return rows
+
+    def _attention(self, unit: Unit) -> list[dict[str, Any]]:
+        batch, stock = self._stock(unit)
+        base, order = stock.ce_sums / stock.num_targets, unit["order"]
+        drops = [("alone", [layer]) for layer in order]
+        for count in range(1, len(order)):
+            drops += [("lowest", order[:count]), ("highest", order[-count:])]
+        rows = []
+        for how, layers in drops:
+            delta = ce_without_attention(self.model, *batch, layers=layers) - base
+            name = ",".join(map(str, sorted(layers)))
+            rows += [
+                {"record": "attention", "document": piece["number"], "name": name, "how": how, "ce_delta": value}
+                for piece, value in zip(unit["pieces"], delta.tolist(), strict=True)
+            ]
+        return rows
+
+    def _ioi(self, unit: Unit) -> list[dict[str, Any]]:
+        drawn = ioi.draw_prompts(self.tokenizer, unit["of"])[unit["start"] : unit["stop"]]
+        prompts = ioi.Prompts(*(tensor.to(self.device) for tensor in ioi.collate(self.tokenizer, drawn)))
+        reading = read(self.model, self.projection, prompts.input_ids, prompts.attention_mask, edges=True)
+        found = ioi.head_effects(self.model, reading, prompts)
+        numbers = range(unit["start"], unit["stop"])
+        rows: list[dict[str, Any]] = [
+            {
+                "record": "ioi_heads",
+                "document": number,
+                "name": name,
+                "direct": float(found.direct[row, column]),
+                "influence": float(found.influence[row, column]),
+                "influence_all": float(found.influence_all[row, column]),
+            }
+            for row, number in enumerate(numbers)
+            for column, name in enumerate(found.names)
+        ]
+        differences = ioi.logit_differences(self.model, prompts).tolist()
+        rows += [
+            {"record": "logit_difference", "document": number, "name": "logit_difference", "value": value}
+            for number, value in zip(numbers, differences, strict=True)
+        ]
+        return rows + self._maps(reading, prompts, found.names, numbers)
+
+    def _maps(self, reading: Any, prompts: ioi.Prompts, names: Sequence[str], numbers: range) -> list[dict[str, Any]]:
+        rows = []
+        for name in names:
+            component = parse(name)
+            assert component is not None and component.layer is not None and component.head is not None
+            if reading.capture.layers[component.layer].edges is None:
+                continue
+            maps = ioi.head_map(reading, component.layer, component.head)
+            if numbers.start == 0:
+                rows += self._map_rows(maps, prompts, name)
+            values = ioi.map_correlation(maps, prompts.attention_mask).tolist()
+            rows += [
+                {"record": "ioi_maps", "document": number, "name": name, "value": value}
+                for number, value in zip(numbers, values, strict=True)
+            ]
+        return rows
+
+    def _map_rows(self, maps: ioi.HeadMap, prompts: ioi.Prompts, name: str) -> list[dict[str, Any]]:
+        """Both maps of the first prompt, pair by pair."""
+        length = int(prompts.attention_mask[0].sum())
+        tokens = [self.tokenizer.decode([token]).strip() for token in prompts.input_ids[0, :length].tolist()]
+        attention, variance = (side[0].tolist() for side in maps)
+        return [
+            {
+                "record": "ioi_pairs",
+                "document": 0,
+                "name": name,
+                "query": query,
+                "key": key,
+                "token": tokens[query],
+                "attention": attention[query][key],
+                "influence": variance[query][key],
+            }
+            for query in range(length)
+            for key in range(query + 1)
+        ]
+
+
+def _expert(name: str) -> Expert:
+    component = parse(name)
+    assert component is not None and component.layer is not None and component.expert is not None
+    return Expert(component.layer, component.expert)
+
+
+def _effect_rows(found: Effect, unit: Unit, after: int, **fields: Any) -> list[dict[str, Any]]:
+    """One row a piece with its CE, and one a piece and later router."""
+    numbers = [piece["number"] for piece in unit["pieces"]]
+    rows: list[dict[str, Any]] = [
+        {**fields, "document": number, "ce_delta": value}
+        for number, value in zip(numbers, found.ce_delta.tolist(), strict=True)
+    ]
+    for receiver, picks in found.picks_changed.items():
+        if receiver > after:
+            moved = found.logits_moved[receiver].tolist()
+            rows += [
+                {**fields, "document": number, "receiver": receiver, "picks_changed": pick, "logits_moved": move}
+                for number, pick, move in zip(numbers, picks.tolist(), moved, strict=True)
+            ]
+    return rows

@@ -76,7 +76,7 @@ print("actor:", ray.get(Actor.remote().state.remote()))
 
 
 @pytest.mark.ray
-@pytest.mark.long
+@pytest.mark.slow
 def test_actors_of_a_local_ray_ask_their_own_dashboard_and_not_a_cluster_long_gone() -> None:
     """Where a killed `ray start` left its address, which is where Ray looks first."""
     with tempfile.TemporaryDirectory(

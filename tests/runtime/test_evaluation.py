@@ -55,6 +55,11 @@ def test_every_adapter_and_task_is_scored_once(local_ray, tmp_path):
         evaluate(config)
     (tmp_path / "tasks" / "more.txt").unlink()
 
+    with torch.no_grad():
+        model.model.embed_tokens.weight.add_(1.0)
+    model.save_pretrained(base)
+    assert evaluate(config).scores.equals(evaluation.scores), "the base is the one that the adapters name"
+
 
 def test_a_base_that_is_no_longer_the_adapters_is_refused(tmp_path):
     base, tasks = tmp_path / "base", tmp_path / "tasks"

@@ -330,7 +330,6 @@ def rank_1_fails_at_step_2(job: dict[str, Any]) -> None:
     train_worker(job)
 
 
-@pytest.mark.long
 def test_a_value_error_of_one_worker_in_the_middle_ends_the_training_at_once(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
