@@ -1,10 +1,11 @@
-"""A saved tiny checkpoint of each family through train, evaluate, audit and decompose: real verbs on shipped configs, only model
-and sizes overridden. `make families` runs all eight and writes docs/families.md; the tests run three.
+"""A saved tiny checkpoint of each family through doctor, train, evaluate, audit and decompose: real verbs on shipped configs,
+only model and sizes overridden. `make families` runs all eight and writes README's family table; the tests run three.
 
 python -m tests.families [FAMILY ...]
 """
 
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +15,25 @@ from typing import NamedTuple
 
 from aarlib.config import write_text_atomically
 from aarlib.moe.anatomy import anatomy
-from pipelines import audit, decompose, evaluate, train
+from pipelines import audit, decompose, doctor, evaluate, train
 from tests.runtime.conversations import save_model
 from tests.tiny import FAMILIES, tiny_model
 
 ROOT = Path(__file__).parents[1]
-CONFIGS, PAGE = ROOT / "pipelines" / "configs", ROOT / "docs" / "families.md"
+CONFIGS, README = ROOT / "pipelines" / "configs", ROOT / "README.md"
 PACKAGES = ("aarlib", "torch", "transformers", "ray", "deepspeed", "lm_eval")
+BLOCK = re.compile(r"(<!-- families -->\n).*?(<!-- end families -->)", re.DOTALL)
+NOTES = {
+    "olmoe": "",
+    "flex_olmo": "norms on sub-layer outputs",
+    "qwen2_moe": "dense layers, gated shared expert",
+    "qwen3_moe": "",
+    "qwen3_5_moe": "AAR on full-attention layers only; packing refused",
+    "mixtral": "with and without sliding window",
+    "deepseek_v2": "dense first layer, unequal value heads, group limits",
+    "gpt_oss": "attention sinks, alternating sliding layers; MXFP4 checkpoints are refused",
+}
+IDENTITIES = "identities"
 
 
 class Verb(NamedTuple):
@@ -61,7 +74,7 @@ VERBS = (
 
 
 def run(family: str, folder: Path) -> dict[str, bool]:
-    """Whether each verb ended well, in the order of VERBS."""
+    """Whether the identities hold (of `doctor`) and each verb ended well, in the order of VERBS."""
     model = save_model(folder / "model", family)
     parts = anatomy(tiny_model(family))
     places = {
@@ -69,7 +82,7 @@ def run(family: str, folder: Path) -> dict[str, bool]:
         "audit": [f"--audit.layers={list(parts.moe_layers[-2:])}"],
     }
     places["evaluate"] = places["train"]
-    passed = {}
+    passed = {IDENTITIES: doctor.main([str(model), "--dtype=float32", "--device=cpu"]) == 0}
     for verb in VERBS:
         shared = [f"--model.name={model}", f"--ray.storage={folder / 'runs'}", *places.get(verb.name, [])]
         passed[verb.name] = verb.main([str(CONFIGS / verb.config), *verb.sizes, *shared]) == 0
@@ -79,22 +92,18 @@ def run(family: str, folder: Path) -> dict[str, bool]:
 
 
 def table(results: Mapping[str, Mapping[str, bool]]) -> str:
-    names = [verb.name for verb in VERBS]
-    lines = [f"| family | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    names = [IDENTITIES, *(verb.name for verb in VERBS)]
+    lines = [f"| family | {' | '.join(names)} | note |", "|---" * (len(names) + 2) + "|"]
     for family, passed in results.items():
-        lines.append(f"| {family} | {' | '.join('yes' if passed[name] else 'no' for name in names)} |")
+        cells = ["yes" if passed[name] else "no" for name in names]
+        lines.append(f"| {family} | {' | '.join(cells)} | {NOTES[family]} |")
     return "\n".join(lines)
 
 
-def page(results: Mapping[str, Mapping[str, bool]]) -> str:
+def filled(readme: str, results: Mapping[str, Mapping[str, bool]]) -> str:
+    """The page with the table, and the versions it holds for, in its block."""
     versions = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
-    return (
-        "# Families through the verbs\n\n"
-        "Written by `make families`: a tiny random model of each family, saved as a checkpoint, goes through the verbs with the\n"
-        f"shipped configs ({', '.join(dict.fromkeys(verb.config for verb in VERBS))}), only the model's place and sizes\n"
-        "overridden, in float32 on CPUs. It says that the whole path runs, not what a real checkpoint of the family would do.\n\n"
-        f"{table(results)}\n\nWith {versions}.\n"
-    )
+    return BLOCK.sub(lambda match: f"{match[1]}{table(results)}\n\nWith {versions}.\n{match[2]}", readme)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -104,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
             results[family] = run(family, Path(folder))
     print(f"\n{table(results)}")
     if set(results) == set(FAMILIES):
-        write_text_atomically(PAGE, page(results))
+        write_text_atomically(README, filled(README.read_text(encoding="utf-8"), results))
     return 0 if all(all(passed.values()) for passed in results.values()) else 1
 
 
