@@ -1,8 +1,12 @@
-"""What ends a training or a pass over the data: the ValueError behind the errors that Ray wraps it in.
+"""What ends a training or a pass over the data: the ValueError behind the errors that Ray wraps it in, and Ctrl-C.
 
 Ray Train's controller imports this module for `FailAtOnce`: it stays free of PyTorch and of the rest of the package.
 """
 
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ray.train
@@ -32,3 +36,15 @@ def reason(error: ray.train.TrainingFailedError) -> BaseException:
     """The ValueError behind a failed training, else the failure itself."""
     failures = [*getattr(error, "worker_failures", {}).values(), getattr(error, "controller_failure", error)]
     return next((found for found in map(user_error, failures) if type(found) is ValueError), error)
+
+
+@contextmanager
+def interrupts_given_back() -> Iterator[None]:
+    """Handlers of Ctrl-C that Ray Train and Tune set outlive what they were set for: they would swallow a later one, and Train's
+    keeps its controller's processes."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, before)

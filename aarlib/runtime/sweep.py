@@ -20,6 +20,7 @@ from aarlib.report.records import Sweep, read_run
 from aarlib.report.tables import paired_difference
 from aarlib.runtime import tracking
 from aarlib.runtime.cluster import check_resources, concurrent_groups, connect
+from aarlib.runtime.failures import interrupts_given_back
 from aarlib.runtime.mlflow_store import FAILED, FINISHED
 from aarlib.runtime.run_directory import claim, held, run_directory, update
 from aarlib.runtime.storage import located
@@ -66,7 +67,8 @@ def sweep(config: RunConfig, study: Study, name: str) -> SweepResult:
         status, problems = FAILED, list(tracked.problems)
         stopped: list[Path] = []
         try:
-            grid = _tuner(base, study, folder, tracked, shared).fit()
+            with interrupts_given_back():
+                grid = _tuner(base, study, folder, tracked, shared).fit()
             trials = _collect(base, study, folder, grid)
             stopped = [folder / "trials" / trial for trial in trials.loc[trials["status"] == "stopped", "trial"]]
             _draw(Sweep(name, trials), folder)

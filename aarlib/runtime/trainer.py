@@ -2,11 +2,8 @@
 
 import json
 import logging
-import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +21,7 @@ from aarlib.moe.loading import load_tokenizer
 from aarlib.runtime import tracking
 from aarlib.runtime.cluster import check_resources, connect, worker_environment
 from aarlib.runtime.corpus import Corpus, build_corpus, ordered
-from aarlib.runtime.failures import FailAtOnce, reason
+from aarlib.runtime.failures import FailAtOnce, interrupts_given_back, reason
 from aarlib.runtime.handover import collected, hand_over
 from aarlib.runtime.mlflow_store import FAILED, FINISHED
 from aarlib.runtime.plan import Plan, plan
@@ -173,21 +170,10 @@ def _fit(
         dataset_config=ray.train.DataConfig(datasets_to_split=[]),
     )
     try:
-        with _interrupts_given_back():
+        with interrupts_given_back():
             trainer.fit()
     except ray.train.TrainingFailedError as error:
         raise reason(error) from error
-
-
-@contextmanager
-def _interrupts_given_back() -> Iterator[None]:
-    """Ray Train's handler of Ctrl-C outlives its training: it would swallow later ones, and keeps the controller's processes."""
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, before)
 
 
 def _num_workers(config: RunConfig) -> int | tuple[int, int]:

@@ -1,6 +1,7 @@
 """Sweeps: bad and crashed trials do not end one, finished ones are kept; the scheduler stops the worse on what workers report."""
 
 import json
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -210,8 +211,10 @@ def test_a_sweep_ends_when_its_time_is_over(bench: Bench) -> None:
         fixed={"ray.num_workers": 1, "ray.cpus_per_worker": 5, "optim.max_steps": 2},
         time_budget_s=1,
     )
+    before = signal.getsignal(signal.SIGINT)
     with pytest.raises(RuntimeError, match=r"none of \d trials finished within study.time_budget_s = 1"):
         sweep(bench.config("timed"), study, "budget")
+    assert signal.getsignal(signal.SIGINT) is before, "a later Ctrl-C would end in Tune"
     rows = json.loads((bench.storage / "timed-budget" / "results.json").read_text())
     assert {row["status"] for row in rows} == {"stopped"}
 
