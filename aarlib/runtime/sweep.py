@@ -241,7 +241,7 @@ def _collect(base: RunConfig, study: Study, folder: Path, grid: tune.ResultGrid)
         rows.append({**row, **scores, "problem": problem, **{path: _plain(params.get(path)) for path in study.space}})
         if problem is not None:
             logger.warning("trial %s: %s", row["trial"], problem)
-    rows.sort(key=lambda row: (row["status"] != "finished", row["status"], row["held_out_ce"] or 0.0))
+    rows = ranked(rows)
     table = pd.DataFrame(rows)
     table.to_csv(folder / "results.csv", index=False)
     write_text_atomically(folder / "results.json", json.dumps(rows, indent=2))
@@ -251,6 +251,11 @@ def _collect(base: RunConfig, study: Study, folder: Path, grid: tune.ResultGrid)
             f"{base.name}: none of {len(rows)} trials finished{within}; see the warnings above and {folder}"
         )
     return table
+
+
+def ranked(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Finished trials first, each status by held-out CE: the first row is the best trial."""
+    return sorted(rows, key=lambda row: (row["status"] != "finished", row["status"], row["held_out_ce"] or 0.0))
 
 
 def _plain(value: Any) -> Any:

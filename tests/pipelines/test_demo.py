@@ -104,7 +104,7 @@ def test_the_demo_runs_end_to_end(local_ray, tmp_path, monkeypatch, capsys, capl
     from tune_spaces import aar_window_layers
 
     fixed = {"ray.num_workers": 1, "optim.max_steps": 1}
-    small = Study(space={"method.aar.window": tune.grid_search([4, 16])}, fixed=fixed)
+    small = Study(space={"method.aar.window": tune.grid_search([16])}, fixed=fixed)
     monkeypatch.setattr(aar_window_layers, "STUDY", small)
     caplog.set_level(logging.INFO, "aarlib")
     monkeypatch.chdir(tmp_path)
@@ -120,7 +120,7 @@ def test_the_demo_runs_end_to_end(local_ray, tmp_path, monkeypatch, capsys, capl
     assert str(folder / "report.html") in out
     assert re.search(r"mlflow ui --backend-store-uri sqlite:///\S+ --host 127.0.0.1", out)
     assert demo.next_config(config_in(tmp_path / "runs")).name == "nano_demo_2"
-    assert len(summary["sweeps"][demo.STUDY]) == 2
+    assert len(summary["sweeps"][demo.STUDY]) == 1
     histories = {
         (folder / name / "rows.jsonl").read_text() for name in ("router_sft-seed0", "aar_t-seed0", "aar-seed0")
     }
@@ -133,17 +133,14 @@ def test_the_demo_runs_end_to_end(local_ray, tmp_path, monkeypatch, capsys, capl
 def check_sweep(storage):
     folder = storage / f"nano_demo-{demo.STUDY}"
     trials = json.loads((folder / "results.json").read_text())
-    assert [row["status"] for row in trials] == ["finished"] * 2
-    assert trials[0]["held_out_ce"] <= trials[1]["held_out_ce"]
-    for row in trials:
-        config = json.loads((folder / "trials" / row["trial"] / "config.json").read_text())
-        assert config["method"]["aar"]["window"] == row["method.aar.window"]
-    assert sorted(row["method.aar.window"] for row in trials) == [4, 16]
-    assert sorted(path.name for path in (folder / "trials").iterdir()) == ["00000", "00001"]
+    assert [row["status"] for row in trials] == ["finished"]
+    config = json.loads((folder / "trials" / "00000" / "config.json").read_text())
+    assert config["method"]["aar"]["window"] == trials[0]["method.aar.window"] == 16
+    assert sorted(path.name for path in (folder / "trials").iterdir()) == ["00000"]
     client = client_of(tracking_uri(config_in(storage)))
     experiment = client.get_experiment_by_name("nano_demo")
     runs = client.search_runs([experiment.experiment_id])
     parents = {run.info.run_id: run.info.run_name for run in runs if "mlflow.parentRunId" not in run.data.tags}
     assert sorted(parents.values()) == ["nano_demo", folder.name]
     nested = [run for run in runs if parents.get(run.data.tags.get("mlflow.parentRunId", "")) == folder.name]
-    assert [run.info.status for run in nested] == ["FINISHED"] * 2
+    assert [run.info.status for run in nested] == ["FINISHED"]

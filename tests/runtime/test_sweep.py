@@ -27,7 +27,7 @@ from aarlib.report.sweep_figures import sweep_overview  # noqa: E402
 from aarlib.runtime.mlflow_store import client_of  # noqa: E402
 from aarlib.runtime.run_directory import run_directory  # noqa: E402
 from aarlib.runtime.storage import SCRATCH  # noqa: E402
-from aarlib.runtime.sweep import HEAD, _plain, check_place, check_sweep, sweep, this_node, trial_name  # noqa: E402
+from aarlib.runtime.sweep import HEAD, _plain, check_place, check_sweep, ranked, sweep, this_node, trial_name  # noqa: E402
 from aarlib.runtime.tune_study import Study, asha  # noqa: E402
 from aarlib.training.config import RunConfig  # noqa: E402
 
@@ -149,6 +149,13 @@ def propose_windows(config: RunConfig) -> Any:
     space = {WINDOWS: tune.choice([2, 4, 8]), LAYERS: tune.choice([(1, 2)])}
     study = Study(space=space, fixed=ONE_AT_A_TIME, num_samples=3, search=search)
     return sweep(config, study, "windows")
+
+
+def test_the_best_trial_is_the_first_row_and_only_a_finished_one_is() -> None:
+    drawn = [("stopped", 0.5), ("finished", 2.0), ("failed", None), ("finished", 1.0), ("stopped", 0.1)]
+    rows = ranked([{"status": status, "held_out_ce": ce} for status, ce in drawn])
+    found = [(row["status"], row["held_out_ce"]) for row in rows]
+    assert found == [("finished", 1.0), ("finished", 2.0), ("failed", None), ("stopped", 0.1), ("stopped", 0.5)]
 
 
 @pytest.mark.ray
