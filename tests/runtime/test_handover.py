@@ -47,6 +47,22 @@ def test_a_worker_group_anywhere_pushes_and_the_driver_collects(
         on("first")
 
 
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_what_a_group_wrote_is_collected_also_after_an_error_or_ctrl_c(
+    uri: str, on: Machine, error: type[BaseException]
+) -> None:
+    with held(config(uri)) as folder:
+        token = handover.hand_over(uri, "one")
+        with pytest.raises(error), handover.collected(uri, "one", token):
+            on("node")
+            with writer(uri, "one", token) as place:
+                assert place.folder != folder
+                (place.folder / "checkpoint").write_text("5")
+            on("first")
+            raise error
+        assert (folder / "checkpoint").read_text() == "5"
+
+
 def test_a_driver_leaves_alone_what_it_handed_over(uri: str, on: Machine) -> None:
     with held(config(uri)) as folder:
         claim(config(uri))
